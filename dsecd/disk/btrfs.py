@@ -4,7 +4,7 @@ Simple quotas (Linux 6.7+) where the kernel has them, full accounting else. They
 an extent is charged for ever to the subvolume that wrote it, so a snapshot starts at zero and its source pays. A chain
 of forks could then hold a limit's worth per generation. So a clone's limit is lowered by what its source used; that
 figure is kept in an xattr on the subvolume's top directory and counted in its usage: a fork has exactly the room that
-its source had. What a fork deletes of the inherited data gives no room back, which is the truth: the source still holds it.
+its source had. What a fork deletes of the inherited data gives no room back; nor would it to the host.
 
 No inode limit is needed: btrfs has no inode table, and inodes are metadata that is charged to the same limit.
 When a limit is reached writes fail with EDQUOT, unlink still works.
@@ -71,8 +71,8 @@ class BtrfsPool(DiskPool):
         with directory(path) as fd:
             group = self._sysfs / f"qgroups/0_{ioctl.subvolume_id(fd)}"
         inherited = _inherited(path)
-        # rsv_data is what is written but not yet on disk: without it usage lags by up to a commit (30 s). Reservations for
-        # metadata are left out: they are worst cases, half a megabyte for an empty space, and gone with the next commit.
+        # rsv_data is what is written but not yet on disk: without it usage lags by up to a commit (30 s). Reservations
+        # for metadata are left out: they are worst cases (half a megabyte for an empty space) and go with the commit.
         used = int((group / "referenced").read_text()) + int((group / "rsv_data").read_text())
         return used + inherited, int((group / "max_referenced").read_text()) + inherited
 
