@@ -131,12 +131,8 @@ class Cgroups:
                 found.update(entry.name for entry in os.scandir(parent) if entry.is_dir(follow_symlinks=False))
         return sorted(found - {HOLDER})
 
-    def resources(self, limits: CgroupLimits) -> dict[str, Any]:
-        return oci_resources(limits, swap_accounting=self.swap_accounting)
-
-    def path_for_runtime(self, sandbox_id: str) -> str:
-        """linux.cgroupsPath"""
-        return f"{self.base}/{sandbox_id}"
+    def oci_resources(self, *, memory: int, pids: int, cpu: float) -> dict[str, Any]:
+        return oci_resources(CgroupLimits(memory, pids, cpu), swap_accounting=self.swap_accounting)
 
     def parents(self) -> list[Path]:
         """Our parent group in each hierarchy (v1 ones may share one directory through symlinks)."""
@@ -174,6 +170,11 @@ class SandboxCgroup:
         self.unified = cgroups.unified / sandbox_id
         v2 = cgroups.layout == "v2"
         self._files: ControllerFiles = V2Files(self.unified) if v2 else V1Files(self._v1_path)
+
+    @property
+    def oci_path(self) -> str:
+        """linux.cgroupsPath"""
+        return f"{self._cgroups.base}/{self.sandbox_id}"
 
     def paths(self) -> list[Path]:
         """The directories that exist."""
@@ -222,13 +223,13 @@ class SandboxCgroup:
     def stats(self) -> CgroupStats:
         return self._files.stats()
 
-    def set_limits(self, limits: CgroupLimits) -> None:
+    def set_limits(self, *, memory: int, pids: int, cpu: float) -> None:
         """At run time. EBUSY from memory: it cannot be lowered below what is in use (v1)."""
         try:
-            self._files.set_limits(limits)
+            self._files.set_limits(CgroupLimits(memory, pids, cpu))
         except OSError as error:
             if error.errno == errno.EBUSY:
-                raise DsecError("conflict", f"{self.sandbox_id} uses more memory than {limits.memory_bytes}") from error
+                raise DsecError("conflict", f"{self.sandbox_id} uses more memory than {memory}") from error
             if error.errno == errno.ENOENT:
                 raise DsecError("not_found", f"no cgroup for sandbox {self.sandbox_id}") from error
             raise

@@ -25,27 +25,27 @@ _MEMORY_MIN: Final = 4 << 20  # with less not even the agent starts
 class CgroupLimits:
     """What a sandbox may use: bytes, tasks, and processors as a number (0.5 is half of one)."""
 
-    memory_bytes: int
+    memory: int
     pids: int
-    cpus: float
+    cpu: float
 
     def __post_init__(self) -> None:
-        if self.memory_bytes < _MEMORY_MIN or self.pids < 1 or self.cpus * CPU_PERIOD_US < _CPU_QUOTA_MIN_US:
+        if self.memory < _MEMORY_MIN or self.pids < 1 or self.cpu * CPU_PERIOD_US < _CPU_QUOTA_MIN_US:
             raise DsecError("invalid", f"limits are too small to start anything: {self}")
 
     @property
     def quota_us(self) -> int:
-        return round(self.cpus * CPU_PERIOD_US)
+        return round(self.cpu * CPU_PERIOD_US)
 
     @property
     def shares(self) -> int:
         """v1's cpu.shares; one processor is the default 1024."""
-        return min(max(round(self.cpus * 1024), 2), 262_144)
+        return min(max(round(self.cpu * 1024), 2), 262_144)
 
     @property
     def weight(self) -> int:
         """The same on v2's scale; one processor is the default 100. Runtimes convert `shares` less faithfully."""
-        return min(max(round(self.cpus * 100), 1), 10_000)
+        return min(max(round(self.cpu * 100), 1), 10_000)
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class V2Files:
         return _table(self._path / "pids.events").get("max", 0)
 
     def set_limits(self, limits: CgroupLimits) -> None:
-        write(self._path / "memory.max", limits.memory_bytes)
+        write(self._path / "memory.max", limits.memory)
         write(self._path / "pids.max", limits.pids)
         write(self._path / "cpu.max", f"{limits.quota_us} {CPU_PERIOD_US}")
         write(self._path / "cpu.weight", limits.weight)
@@ -149,10 +149,10 @@ class V1Files:
         if (memory / "memory.memsw.limit_in_bytes").exists():
             names.append("memory.memsw.limit_in_bytes")
         # memory <= memory+swap must hold after each single write: raise the outer one first, lower it last.
-        if limits.memory_bytes > _number(memory / names[0]):
+        if limits.memory > _number(memory / names[0]):
             names.reverse()
         for name in names:
-            write(memory / name, limits.memory_bytes)
+            write(memory / name, limits.memory)
         write(self._where("pids") / "pids.max", limits.pids)
         write(cpu / "cpu.cfs_period_us", CPU_PERIOD_US)
         write(cpu / "cpu.cfs_quota_us", limits.quota_us)
@@ -171,9 +171,9 @@ class V1Files:
 
 def oci_resources(limits: CgroupLimits, *, swap_accounting: bool = True) -> dict[str, Any]:
     """`linux.resources` of config.json, which runtimes translate to v1 or v2. `swap` is memory and swap: so no swap."""
-    memory = {"limit": limits.memory_bytes}
+    memory = {"limit": limits.memory}
     if swap_accounting:
-        memory["swap"] = limits.memory_bytes
+        memory["swap"] = limits.memory
     return {
         "memory": memory,
         "pids": {"limit": limits.pids},
