@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from apt import codename, machine_sources, missing
+from apt import NEEDS_BACKPORTS, Apt, codename, missing
 from cache import LabError, cache_dir, key_of, product
 
 GUEST = Path(__file__).with_name("guest")
@@ -26,15 +26,24 @@ INSTALLING = (
     "python3 python3-venv python3-dev python3-pip gcc libc6-dev make pkg-config git"
     " libseccomp-dev libsystemd-dev libffi-dev"
 )
-GUESTS = "e2fsprogs cpio zstd"  # QEMU comes from outside Debian 12's main suite and is installed by the host's recipe
+GUESTS = "e2fsprogs cpio zstd qemu-system-x86 qemu-utils"  # for guests of the guest, under its KVM
 PACKAGES = f"{SYSTEM} {SANDBOXES} {SECURITY} {INSTALLING} {GUESTS}".split()
 
 # Waits or works for nothing in a VM that lives for minutes. serial-getty would wait 90 s for its device.
-MASKED = (
-    "serial-getty@ttyS0.service getty@tty1.service apt-daily.timer apt-daily-upgrade.timer dpkg-db-backup.timer"
-    " e2scrub_all.timer e2scrub_reap.service fstrim.timer man-db.timer systemd-timesyncd.service"
-    " systemd-random-seed.service systemd-update-utmp.service"
-).split()
+MASKED = [
+    "serial-getty@ttyS0.service",
+    "getty@tty1.service",
+    "apt-daily.timer",
+    "apt-daily-upgrade.timer",
+    "dpkg-db-backup.timer",
+    "e2scrub_all.timer",
+    "e2scrub_reap.service",
+    "fstrim.timer",
+    "man-db.timer",
+    "systemd-timesyncd.service",
+    "systemd-random-seed.service",
+    "systemd-update-utmp.service",
+]
 
 FILES = {
     "etc/hostname": "dsecd-lab\n",
@@ -70,11 +79,18 @@ def rootfs(progress: Progress) -> Path:
 
 def debootstrap(suite: str, tree: Path) -> None:
     log = cache_dir() / "rootfs-build.log"
-    sources = [str(path) for path in machine_sources()]
+    sources = [str(path) for path in sorted(Apt().parts.iterdir())]
     command = ["mmdebstrap", "--variant=minbase", "--mode=root", f"--include={','.join(PACKAGES)}"]
     # Documentation and translations are a third of the files and nobody reads them there.
-    command += [f"--dpkgopt=path-exclude={path}" for path in ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*")]
-    command += ["--aptopt=Apt::Install-Recommends false", suite, str(tree), *sources]
+    command += [
+        f"--dpkgopt=path-exclude={path}" for path in ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*")
+    ]
+    command += ["--aptopt=Apt::Install-Recommends false"]
+    if suite in NEEDS_BACKPORTS:
+        pin = f"Package: qemu* seabios\\nPin: release n={suite}-backports\\nPin-Priority: 600\\n"
+        where = '"$1"/etc/apt/preferences.d'
+        command += [f"--setup-hook=mkdir -p {where}; printf '{pin}' > {where}/dsecd-lab"]
+    command += [suite, str(tree), *sources]
     # mmdebstrap wants a directory that `_apt` may enter, so it works in the machine's temporary directory.
     with log.open("wb") as sink, tempfile.TemporaryDirectory(prefix="dsecd-lab-") as temporary:
         done = subprocess.run(command, cwd=temporary, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink)

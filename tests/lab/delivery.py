@@ -1,0 +1,104 @@
+"""What travels into the lab and out of it, as tar archives on raw disks: no file system to make, mount or leak.
+
+In: the project's files as git knows them (`/srv/project`), the Python wheels of its dependencies (`/srv/wheels`) and
+the test runner's own packages (`/srv/lab-site`, for PYTHONPATH). Out: one directory of results. The wheels are built on
+the host because compiling under emulation is ten times slower; installing them stays the guest's work.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+import subprocess
+import tarfile
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+from apt import Apt, codename, missing
+from cache import LabError, key_of, product
+
+PROJECT = Path(__file__).resolve().parents[2]
+WHEEL_PACKAGES = ["python3-venv", "python3-dev", "gcc", "pkg-config", "libsystemd-dev", "libffi-dev"]
+TEST_TOOLS = ("pytest", "hypothesis")
+SECTOR = 512
+
+Progress = Callable[[str], None]
+
+
+def requirements(pyproject: Path = PROJECT / "pyproject.toml") -> tuple[list[str], list[str]]:
+    """What the installed project needs, and what its tests need, as pip requirements."""
+    table = tomllib.loads(pyproject.read_text())
+    extras: dict[str, list[str]] = table["project"].get("optional-dependencies", {})
+    install = [
+        *table["build-system"]["requires"],
+        "wheel",
+        *table["project"]["dependencies"],
+        *extras.get("systemd", []),
+    ]
+    tests = [line for line in extras.get("dev", []) if line.startswith(TEST_TOOLS)]
+    return sorted(set(install)), sorted(tests)
+
+
+def wheels(progress: Progress) -> Path:
+    """A directory with `wheels/` and `site/`, built for the Python of the suite."""
+    install, tests = requirements()
+
+    def make(work: Path) -> None:
+        progress("lab: building Python wheels for the guest")
+        if absent := missing(WHEEL_PACKAGES):
+            Apt().install(absent)
+        # Debian's own interpreter, whatever `python3` is here: the guest runs that one.
+        pip(["/usr/bin/python3", "-m", "venv", str(work / "venv")])
+        tool = [str(work / "venv/bin/pip"), "--quiet", "--disable-pip-version-check"]
+        pip([*tool, "install", "wheel"])
+        pip([*tool, "wheel", "--wheel-dir", str(work / "wheels"), *install])
+        pip([*tool, "install", "--target", str(work / "site"), *tests])
+        shutil.rmtree(work / "venv")
+
+    return product("wheels", key_of([codename(), *install, "", *tests]), make)
+
+
+def pip(command: list[str]) -> None:
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+        raise LabError(f"{' '.join(command[:4])} … failed for the guest's wheels: {reason}")
+
+
+def project_files() -> list[str]:
+    """Tracked files and new ones that git does not ignore, as they are in the work tree."""
+    command = ["git", "-C", str(PROJECT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return sorted({name for name in listed.split("\0") if name and (PROJECT / name).is_file()})
+
+
+def write_disk(disk: Path, wheel_dir: Path) -> None:
+    """Fill the delivery disk; the guest unpacks it over its root."""
+    with tarfile.open(disk, "w", format=tarfile.PAX_FORMAT) as tar:
+        for name in project_files():
+            tar.add(PROJECT / name, f"srv/project/{name}", filter=owned_by_root)
+        tar.add(wheel_dir / "wheels", "srv/wheels", filter=owned_by_root)
+        tar.add(wheel_dir / "site", "srv/lab-site", filter=owned_by_root)
+    pad_to_sector(disk)
+
+
+def owned_by_root(info: tarfile.TarInfo) -> tarfile.TarInfo:
+    info.uid = info.gid = 0
+    info.uname = info.gname = "root"
+    return info
+
+
+def pad_to_sector(disk: Path) -> None:
+    with disk.open("ab") as file:
+        file.truncate(-(-file.tell() // SECTOR) * SECTOR)
+
+
+def read_disk(disk: Path, into: Path) -> list[str]:
+    """Unpack what the guest wrote; the names. The guest is ours, yet a test in it is not trusted with our paths."""
+    try:
+        with disk.open("rb") as raw, tarfile.open(fileobj=io.BufferedReader(raw), mode="r|") as tar:
+            tar.extractall(into, filter="data")
+    except tarfile.ReadError as error:
+        raise LabError("the guest wrote no results") from error
+    return sorted(str(path.relative_to(into)) for path in into.rglob("*") if path.is_file())
