@@ -56,11 +56,13 @@ class BtrfsPool(DiskPool):
                 ioctl.create_subvolume(parent, path.name, limit_bytes)
                 path.chmod(0o755)
                 return
-            inherited = self._usage(source)[0] if self.simple else 0
+            used = self._usage(source)[0]
+            # A little room always: overlayfs that cannot make its work directory mounts read-only.
+            own = max(limit_bytes - used, LIMIT_MIN)
             with directory(source) as fd:
-                ioctl.snapshot(parent, path.name, fd, max(limit_bytes - inherited, LIMIT_MIN))
+                ioctl.snapshot(parent, path.name, fd, own if self.simple else used + own)
         if self.simple:
-            os.setxattr(path, INHERITED, str(inherited).encode())
+            os.setxattr(path, INHERITED, str(used).encode())
 
     def _limit(self, path: Path, limit_bytes: int) -> None:
         own = max(limit_bytes - _inherited(path), LIMIT_MIN)

@@ -25,10 +25,11 @@ SIZE_MIN: Final = 256 << 20  # mkfs.btrfs refuses less than about 110 MiB; below
 _ALIGN: Final = 1 << 20
 # One device, and the host's own redundancy is below: a second copy of the metadata would only double its writes.
 _MKFS: Final = ("mkfs.btrfs", "--quiet", "--metadata", "single", "--data", "single", "--label", "dsecd")
-# discard=async gives freed space back to the host. nodev and nosuid: no sandbox ever sees this mount itself, so
-# a device or set-id file that a tenant makes is inert here (the overlay on top has its own flags).
+# discard=async gives freed space back to the host. commit: deleted spaces are freed by a kernel thread that wakes once
+# in that many seconds (default 30). nodev and nosuid: no sandbox ever sees this mount itself, so a device or set-id
+# file that a tenant makes is inert here (the overlay on top has its own flags).
 _FLAGS: Final = linux.MS_NOATIME | linux.MS_NODEV | linux.MS_NOSUID
-_OPTIONS: Final = "discard=async"
+_OPTIONS: Final = "discard=async,commit=10"
 
 
 class LoopBtrfsPool(BtrfsPool):
