@@ -1,0 +1,31 @@
+/* From clone to exec: everything that turns a copy of the agent into the command. */
+#pragma once
+
+#include "frame.h"
+
+/* What HELLO said about all commands, and what set-up found. */
+struct confinement {
+        bool has_filter;
+        uint64_t caps;
+        char *apparmor;       /* NULL: none */
+        int proc_fd;          /* the proc of the inner PID namespace, not by a path the tenant could mount over */
+        uint64_t nofile_soft, nofile_hard; /* as the runtime gave them to us */
+};
+
+/* One command to be started. Descriptors are the child's ends, all above 9. */
+struct spawn {
+        struct span fields;   /* the EXEC payload, for ARG and ENV */
+        const struct args *args;
+        int in_fd, out_fd, err_fd, control_fd; /* control_fd: -1 for none */
+        int status_fd;
+        bool tty;
+};
+
+/* What the child says on its status pipe: its pid in its own namespace first, then nothing if exec worked. */
+struct child_report {
+        int32_t pid;
+        int32_t code; /* errno, 0 in the first report */
+        int32_t step;
+};
+
+__attribute__((noreturn)) void child_run(const struct spawn *spawn, const struct confinement *confinement);

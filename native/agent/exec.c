@@ -1,0 +1,505 @@
+#include "exec.h"
+
+#include <fcntl.h>
+#include <linux/sched.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/ioctl.h>
+#include <sys/syscall.h>
+
+#include "command.h"
+#include "leaf.h"
+
+enum {
+        RUNNING_MAX = 1024,
+        ENDED_MAX = 512,
+        META_MAX = 4096,
+        ARGS_MAX = 65536,
+};
+
+static const size_t kept_max = MIB(64); /* of ended commands */
+
+static const struct confinement *confinement;
+static struct command *commands; /* newest first */
+static unsigned n_running, n_ended;
+static int null_fd = -1, pts_fd = -1;
+static uint32_t next_channel = 1;
+
+void exec_init(const struct confinement *c, int null, int pts) {
+        confinement = c;
+        null_fd = null;
+        pts_fd = pts;
+}
+
+uint32_t exec_next_channel(void) {
+        return next_channel;
+}
+
+void exec_note_channel(uint32_t channel) {
+        if (channel >= next_channel && channel < UINT32_MAX)
+                next_channel = channel + 1;
+}
+
+static struct command *find(uint32_t channel) {
+        struct command *c = commands;
+
+        while (c && c->channel != channel)
+                c = c->next;
+        return c;
+}
+
+bool exec_has_channel(uint32_t channel) {
+        return find(channel) != NULL;
+}
+
+/* Unlinks and frees the record; a leaf that still holds processes goes when they do. */
+static void drop(struct command *c) {
+        struct command **at = &commands;
+
+        while (*at != c)
+                at = &(*at)->next;
+        *at = c->next;
+        if (c->ended)
+                n_ended--;
+        else
+                n_running--;
+        command_free(c);
+}
+
+/* The oldest ended records go first, until few enough are left. */
+static void shed(void) {
+        for (;;) {
+                struct command *oldest = NULL;
+                size_t kept = 0;
+
+                for (struct command *c = commands; c; c = c->next)
+                        if (c->ended) {
+                                kept += command_memory(c);
+                                oldest = c;
+                        }
+                if (!oldest || (n_ended <= ENDED_MAX && kept <= kept_max))
+                        return;
+                drop(oldest);
+        }
+}
+
+static void status_ready(struct watch *watch, uint32_t events) {
+        struct command *c = CONTAINER_OF(watch, struct command, status);
+
+        (void) events;
+        /* A failed child is dropped where it is waited for, a moment later: its pid must stay ours until then. */
+        if (command_check_start(c) < 0)
+                watch_events(watch, 0);
+}
+
+void exec_child_ended(pid_t pid, int status, const struct rusage *usage) {
+        struct command *c = commands;
+
+        while (c && (c->ended || c->pid != pid))
+                c = c->next;
+        if (!c)
+                return;
+        /* If its last word has not been read yet: the pipe is closed now, so this is final. */
+        if (c->failed || command_check_start(c) < 0) {
+                leaf_release(c->channel);
+                drop(c);
+                return;
+        }
+        command_ended(c, status, usage);
+        n_running--;
+        n_ended++;
+        leaf_release(c->channel);
+        shed();
+}
+
+int exec_deadlines(void) {
+        uint64_t now = 0, next = UINT64_MAX;
+
+        for (struct command *c = commands; c; c = c->next) {
+                if (c->ended || c->timed_out || c->deadline_us == 0)
+                        continue;
+                if (now == 0)
+                        now = now_us();
+                if (c->deadline_us <= now) {
+                        c->timed_out = true;
+                        (void) leaf_kill(c->channel);
+                        (void) kill(c->pid, SIGKILL);
+                } else
+                        next = min_u64(next, c->deadline_us);
+        }
+        return next == UINT64_MAX ? -1 : (int) min_u64((next - now + 999) / 1000, 1u << 30);
+}
+
+void exec_link_lost(void) {
+        for (struct command *c = commands; c; c = c->next) {
+                source_cancel(&c->source);
+                command_forget_link(c);
+        }
+}
+
+/* --- starting ------------------------------------------------------------------------------------------------------- */
+
+/* The child's ends; they are closed here as soon as it has its copies. */
+struct child_ends {
+        int fds[5];
+        int n;
+};
+
+static void close_ends(struct child_ends *ends) {
+        for (int i = 0; i < ends->n; i++)
+                close_fd(ends->fds[i]);
+}
+
+/* A pipe of which our end does not block; the child's is remembered in ends. */
+static int make_pipe(bool child_reads, struct child_ends *ends, int *ret_ours, int *ret_theirs) {
+        int fds[2];
+
+        if (pipe2(fds, O_CLOEXEC) < 0)
+                return -errno;
+        *ret_theirs = fds[child_reads ? 0 : 1];
+        *ret_ours = fds[child_reads ? 1 : 0];
+        ends->fds[ends->n++] = *ret_theirs;
+        if (fcntl(*ret_ours, F_SETFL, O_NONBLOCK) < 0) {
+                int saved = errno;
+                close_fd(*ret_ours);
+                return -saved;
+        }
+        return 0;
+}
+
+static int add_stream(struct command *c, int number, int fd, size_t cap) {
+        c->streams[number] = stream_new(fd, cap, &c->source);
+        if (c->streams[number])
+                return 0;
+        int saved = errno;
+        close_fd(fd);
+        return -saved;
+}
+
+static int add_output(struct command *c, int number, size_t cap, struct child_ends *ends, int *ret_theirs) {
+        int ours;
+        int r = make_pipe(false, ends, &ours, ret_theirs);
+
+        return r < 0 ? r : add_stream(c, number, ours, cap);
+}
+
+static int add_feed(struct command *c, int fd) {
+        int r = feed_start(&c->feed, fd, c->channel);
+
+        if (r < 0)
+                close_fd(fd);
+        return r;
+}
+
+static int set_size(int fd, const struct args *args) {
+        struct winsize size = {
+                .ws_row = (unsigned short) min_u64(number_or(args, ROWS, 24), UINT16_MAX),
+                .ws_col = (unsigned short) min_u64(number_or(args, COLS, 80), UINT16_MAX),
+        };
+
+        return ioctl(fd, TIOCSWINSZ, &size) < 0 ? -errno : 0;
+}
+
+/* The pty comes from the devpts that was mounted when the sandbox began, and its other end by descriptor: no path that the
+ * tenant could have put something else under. */
+static int add_tty(struct command *c, const struct args *args, size_t cap, struct child_ends *ends, struct spawn *spawn) {
+        int unlock = 0;
+
+        if (pts_fd < 0)
+                return -ENODEV;
+        cleanup_fd int master = openat(pts_fd, "ptmx", O_RDWR | O_NOCTTY | O_NONBLOCK | O_CLOEXEC);
+        if (master < 0 || ioctl(master, TIOCSPTLCK, &unlock) < 0)
+                return -errno;
+        int slave = ioctl(master, TIOCGPTPEER, O_RDWR | O_NOCTTY | O_CLOEXEC);
+        if (slave < 0)
+                return -errno;
+        ends->fds[ends->n++] = slave;
+        spawn->in_fd = spawn->out_fd = spawn->err_fd = slave;
+        spawn->tty = true;
+        int r = set_size(master, args);
+        if (r < 0)
+                return r;
+        c->feed.is_tty = true;
+        int copy = fcntl(master, F_DUPFD_CLOEXEC, 0);
+        if (copy < 0)
+                return -errno;
+        r = add_feed(c, copy);
+        return r < 0 ? r : add_stream(c, 0, steal_fd(&master), cap);
+}
+
+static int add_pipes(struct command *c, size_t cap, struct child_ends *ends, struct spawn *spawn) {
+        int r, ours;
+
+        spawn->in_fd = null_fd;
+        if (c->flags & EXEC_STDIN) {
+                r = make_pipe(true, ends, &ours, &spawn->in_fd);
+                if (r < 0 || (r = add_feed(c, ours)) < 0)
+                        return r;
+        }
+        r = add_output(c, 0, cap, ends, &spawn->out_fd);
+        return r < 0 ? r : add_output(c, 1, cap, ends, &spawn->err_fd);
+}
+
+static int add_status(struct command *c, struct child_ends *ends, int *ret_theirs) {
+        int ours;
+        int r = make_pipe(false, ends, &ours, ret_theirs);
+
+        if (r < 0)
+                return r;
+        c->status.ready = status_ready;
+        r = watch_start(&c->status, ours, EPOLLIN);
+        if (r < 0)
+                close_fd(ours);
+        return r;
+}
+
+/* An ordinary copy-on-write child, not a vfork-like one: the tenant can stop it, and must not be able to stop us. */
+static int clone_into(struct command *c, const struct spawn *spawn) {
+        cleanup_fd int leaf = leaf_create(c->channel);
+        struct clone_args args = {
+                .flags = CLONE_INTO_CGROUP,
+                .exit_signal = SIGCHLD,
+                .cgroup = (uint64_t) leaf,
+        };
+
+        if (leaf < 0) {
+                int r = leaf;
+                leaf = -1;
+                return r;
+        }
+        c->started_us = now_us();
+        long pid = syscall(SYS_clone3, &args, sizeof(args));
+        if (pid == 0)
+                child_run(spawn, confinement);
+        if (pid < 0) {
+                int r = -errno;
+                leaf_release(c->channel);
+                return r;
+        }
+        c->pid = (pid_t) pid;
+        return 0;
+}
+
+static int start(struct command *c, const struct args *args, struct span payload, enum step *ret_step) {
+        __attribute__((cleanup(close_ends))) struct child_ends ends = { 0 };
+        struct spawn spawn = { .fields = payload, .args = args, .control_fd = -1 };
+        size_t cap = (size_t) number_or(args, CAP, 8 << 20);
+
+        int r = c->flags & EXEC_TTY ? add_tty(c, args, cap, &ends, &spawn) : add_pipes(c, cap, &ends, &spawn);
+        if (r >= 0 && (c->flags & EXEC_CONTROL))
+                r = add_output(c, 2, cap, &ends, &spawn.control_fd);
+        if (r >= 0)
+                r = add_status(c, &ends, &spawn.status_fd);
+        if (r < 0)
+                return r;
+        *ret_step = STEP_FORK;
+        r = clone_into(c, &spawn);
+        if (r == 0 && number_or(args, TIMEOUT_MS, 0) > 0)
+                c->deadline_us = c->started_us + min_u64(args->number[TIMEOUT_MS], UINT64_C(1) << 40) * 1000;
+        return r;
+}
+
+/* No string may hold a NUL, the program would see it cut short. */
+static bool strings_are_whole(struct span rest) {
+        struct span value;
+        uint8_t tag;
+
+        while (field_next(&rest, &tag, &value) > 0)
+                if ((tag == ARG || tag == ENV) && memchr(value.data, 0, value.size))
+                        return false;
+        return true;
+}
+
+static struct command *command_new(uint32_t channel, const struct args *args) {
+        struct command *c = calloc(1, sizeof(*c));
+        struct span meta = args->bytes[META];
+
+        if (!c)
+                return NULL;
+        command_init(c, channel);
+        c->flags = number_or(args, FLAGS, 0);
+        if (meta.size > 0 && !(c->meta = malloc(meta.size))) {
+                free(c);
+                return NULL;
+        }
+        if (meta.size > 0)
+                memcpy(c->meta, meta.data, meta.size);
+        c->meta_size = meta.size;
+        return c;
+}
+
+static int on_exec(uint32_t channel, const struct args *args, struct span payload) {
+        enum step step = STEP_OTHER;
+
+        if (args->count[ARG] == 0 || args->count[ARG] + args->count[ENV] > ARGS_MAX || args->bytes[META].size > META_MAX ||
+            number_or(args, CAP, 0) > CAP_MAX || !strings_are_whole(payload)) {
+                frame_error(channel, EINVAL, STEP_OTHER, "a field of the request is out of its bounds");
+                return 0;
+        }
+        if (n_running >= RUNNING_MAX) {
+                frame_error(channel, EAGAIN, STEP_LIMIT, "too many commands at once");
+                return 0;
+        }
+        struct command *c = command_new(channel, args);
+        int r = c ? start(c, args, payload, &step) : -ENOMEM;
+        if (r < 0) {
+                frame_error(channel, r, step, strerror(-r));
+                if (c)
+                        command_free(c);
+                return 0;
+        }
+        c->next = commands;
+        commands = c;
+        n_running++;
+        return 0;
+}
+
+/* --- the other requests --------------------------------------------------------------------------------------------- */
+
+static struct stream *stream_of(const struct command *c, const struct args *args) {
+        uint64_t number = number_or(args, STREAM, 0);
+
+        return number >= 1 && number <= STREAMS ? c->streams[number - 1] : NULL;
+}
+
+static void on_follow(struct command *c, const struct args *args) {
+        struct stream *s = stream_of(c, args);
+
+        if (!s)
+                return;
+        stream_follow(s, number_or(args, OFFSET, 0), number_or(args, LIMIT, 0));
+        source_wake(&c->source);
+}
+
+static void on_unfollow(struct command *c, const struct args *args) {
+        struct stream *s = stream_of(c, args);
+
+        if (!s)
+                return;
+        stream_unfollow(s);
+        source_wake(&c->source);
+}
+
+static void kill_foreground(const struct command *c, int signal) {
+        pid_t group;
+
+        /* Numbers of the outer namespace, in which 1 is the agent; 0 would be our own group. */
+        if (c->feed.is_tty && c->feed.watch.fd >= 0 && ioctl(c->feed.watch.fd, TIOCGPGRP, &group) == 0 && group > 1)
+                (void) kill(-group, signal);
+}
+
+static void on_kill(struct command *c, const struct args *args) {
+        int signal = (int) min_u64(number_or(args, SIGNAL, SIGKILL), 65);
+        uint64_t flags = number_or(args, FLAGS, 0);
+
+        if (signal > 64)
+                return;
+        if (flags & 1) {
+                c->kill_all = !c->ended;
+                (void) leaf_kill(c->channel);
+                signal = SIGKILL;
+        }
+        if (c->ended)
+                return;
+        c->kill_signal = signal;
+        if (flags & 2)
+                kill_foreground(c, signal);
+        else
+                (void) kill(c->pid, signal);
+}
+
+static int on_list(void) {
+        for (const struct command *c = commands; c; c = c->next) {
+                frame_begin(T_RECORD, c->channel);
+                frame_bytes(META, c->meta, c->meta_size);
+                frame_number(STATE, c->ended);
+                frame_number(PID, (uint64_t) c->inner_pid);
+                frame_number(RAN_US, c->ended ? c->ran_us : now_us() - c->started_us);
+                frame_end();
+        }
+        frame_empty(T_DONE, 0);
+        return 0;
+}
+
+static const uint8_t *allowed_tags(uint8_t type) {
+        static const uint8_t exec[] = { ARG, ENV, CWD, USER, FLAGS, ROWS, COLS, TIMEOUT_MS, CAP, META, CPUS, NOFILE, 0 };
+        static const uint8_t follow[] = { STREAM, OFFSET, LIMIT, 0 };
+        static const uint8_t signal[] = { SIGNAL, FLAGS, 0 };
+        static const uint8_t resize[] = { ROWS, COLS, 0 };
+        static const uint8_t none[] = { 0 };
+
+        switch (type) {
+        case T_EXEC:
+                return exec;
+        case T_FOLLOW:
+        case T_UNFOLLOW:
+                return follow;
+        case T_KILL:
+                return signal;
+        case T_RESIZE:
+                return resize;
+        default:
+                return none;
+        }
+}
+
+/* For a command that is gone (shed, or never started) there is nothing to do, and only FETCH waits for an answer. */
+static int on_command(struct command *c, const struct header *header, const struct args *args) {
+        switch (header->type) {
+        case T_STDIN_EOF:
+                if (c && c->feed.watch.fd >= 0)
+                        feed_eof(&c->feed);
+                break;
+        case T_FOLLOW:
+                if (c)
+                        on_follow(c, args);
+                break;
+        case T_UNFOLLOW:
+                if (c)
+                        on_unfollow(c, args);
+                break;
+        case T_KILL:
+                if (c)
+                        on_kill(c, args);
+                break;
+        case T_RESIZE:
+                if (c && c->feed.is_tty && c->feed.watch.fd >= 0)
+                        (void) set_size(c->feed.watch.fd, args);
+                break;
+        case T_FETCH:
+                if (!c)
+                        frame_error(header->channel, ESRCH, STEP_OTHER, "no such command");
+                else {
+                        command_fetch(c, true);
+                        feed_regrant(&c->feed);
+                }
+                break;
+        case T_FORGET:
+                if (c && c->ended)
+                        drop(c);
+                break;
+        default:
+                return -EPROTO;
+        }
+        return 0;
+}
+
+int exec_request(const struct header *header, struct span payload) {
+        static struct args args;
+        struct command *c = find(header->channel);
+
+        if (header->type == T_STDIN) {
+                /* After the end of the process, or without a pipe, it is thrown away. */
+                if (c && (c->flags & (EXEC_STDIN | EXEC_TTY)) && c->feed.watch.fd >= 0)
+                        return feed_push(&c->feed, payload);
+                return 0;
+        }
+        int r = args_decode(payload, allowed_tags(header->type), &args);
+        if (r < 0)
+                return r;
+        if (header->type == T_LIST)
+                return on_list();
+        if (header->type == T_EXEC)
+                return on_exec(header->channel, &args, payload);
+        return on_command(c, header, &args);
+}

@@ -1,0 +1,23 @@
+/* Commands: their records, from EXEC to FORGET. */
+#pragma once
+
+#include <sys/resource.h>
+
+#include "child.h"
+#include "link.h"
+
+void exec_init(const struct confinement *confinement, int null_fd, int pts_fd);
+
+/* One of the requests below; negative is a protocol error. */
+int exec_request(const struct header *header, struct span payload);
+bool exec_has_channel(uint32_t channel);
+/* CREDIT and DATA never concern commands; see channel.h. */
+
+void exec_child_ended(pid_t pid, int status, const struct rusage *usage);
+/* Nobody follows any more, and nobody knows what was sent. */
+void exec_link_lost(void);
+/* Kills what has run out of time; milliseconds until the next one, -1 for none. */
+int exec_deadlines(void);
+/* Lowest channel number that was never used, for READY. */
+uint32_t exec_next_channel(void);
+void exec_note_channel(uint32_t channel);

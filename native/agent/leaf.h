@@ -1,0 +1,15 @@
+/* Leaf cgroups, one per command: how a command is killed whole, however its processes hide from each other. */
+#pragma once
+
+#include "util.h"
+
+/* base_fd: the sandbox's own cgroup. */
+void leaf_init(int base_fd);
+
+/* Makes x<channel> and returns its descriptor. */
+int leaf_create(uint32_t channel);
+int leaf_kill(uint32_t channel);
+/* Removes the leaf now, or as soon as its last process is gone. */
+void leaf_release(uint32_t channel);
+/* SIGKILL to everything in every leaf. */
+void leaf_kill_all(void);

@@ -1,0 +1,39 @@
+/* The one connection to the host: accepting, reading frames, queueing frames. Every frame_* call is a no-op while nobody
+ * is connected; nobody needs to check first. */
+#pragma once
+
+#include "frame.h"
+
+struct link_hooks {
+        /* Handles one whole frame. Negative: a protocol error, which ends the connection. */
+        int (*frame)(const struct header *header, struct span payload);
+        /* The connection has ended, or is about to be replaced. */
+        void (*lost)(void);
+};
+
+int link_init(int listen_fd, const struct link_hooks *hooks);
+
+bool link_up(void);
+/* True while sources may queue more; false once a few hundred KiB wait for a host that reads slowly. */
+bool link_room(void);
+/* Sends what the socket takes, parses what came in while the queue was too full to answer, and carries out a decision to
+ * drop the connection. Once per turn of the loop. */
+void link_turn(void);
+/* Gives the big buffers back. True if there were any. */
+bool link_has_buffers(void);
+void link_trim(void);
+
+void frame_begin(enum frame_type type, uint32_t channel);
+void frame_number(enum tag tag, uint64_t value);
+void frame_bytes(enum tag tag, const void *data, size_t size);
+void frame_text(enum tag tag, const char *text);
+void frame_end(void);
+void frame_empty(enum frame_type type, uint32_t channel);
+/* ERROR; code is a positive or a negative errno. */
+void frame_error(uint32_t channel, int code, enum step step, const char *text);
+void frame_credit(uint32_t channel, uint64_t limit);
+
+/* Room for a raw payload of up to max bytes right in the queue, so that file data is not copied twice; NULL if there is
+ * none. Nothing may be queued until frame_raw_commit(), which may also send less, or 0 bytes: nothing at all. */
+uint8_t *frame_raw(size_t max);
+void frame_raw_commit(enum frame_type type, uint32_t channel, size_t size);

@@ -1,0 +1,91 @@
+/* The agent's small vocabulary: locals that clean up after themselves, time, memory by whole pages. */
+#pragma once
+
+#include <errno.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#define KIB(n) ((size_t) (n) << 10)
+#define MIB(n) ((size_t) (n) << 20)
+#define ELEMENTS(a) (sizeof(a) / sizeof((a)[0]))
+#define CONTAINER_OF(p, type, member) ((type *) (void *) ((char *) (p) - offsetof(type, member)))
+
+#define cleanup_fd __attribute__((cleanup(close_fd_p)))
+#define cleanup_free __attribute__((cleanup(free_p)))
+
+/* Bytes that belong to somebody else; not terminated. */
+struct span {
+        const uint8_t *data;
+        size_t size;
+};
+
+static inline size_t min_size(size_t a, size_t b) {
+        return a < b ? a : b;
+}
+
+static inline uint64_t min_u64(uint64_t a, uint64_t b) {
+        return a < b ? a : b;
+}
+
+static inline uint64_t max_u64(uint64_t a, uint64_t b) {
+        return a > b ? a : b;
+}
+
+/* Accepts -1, and leaves errno alone so that it can run on the way out of a failure. */
+static inline void close_fd(int fd) {
+        int saved = errno;
+
+        if (fd >= 0)
+                (void) close(fd);
+        errno = saved;
+}
+
+static inline void close_fd_p(int *fd) {
+        close_fd(*fd);
+}
+
+static inline int steal_fd(int *fd) {
+        int taken = *fd;
+
+        *fd = -1;
+        return taken;
+}
+
+static inline void free_p(void *p) {
+        void *memory;
+
+        memcpy(&memory, p, sizeof(memory));
+        free(memory);
+}
+
+static inline uint64_t now_us(void) {
+        struct timespec t;
+
+        (void) clock_gettime(CLOCK_MONOTONIC, &t);
+        return (uint64_t) t.tv_sec * 1000000u + (uint64_t) t.tv_nsec / 1000u;
+}
+
+/* Zeroed memory that costs only the pages that get touched, and that goes back to the kernel when it is unmapped: a
+ * heap would keep what one big transfer needed, a thousand times over on a full host. */
+static inline void *pages_map(size_t size) {
+        void *p = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+
+        return p == MAP_FAILED ? NULL : p;
+}
+
+static inline void pages_unmap(void *p, size_t size) {
+        if (p)
+                (void) munmap(p, size);
+}
+
+/* The dirent type of a mode, as the protocol wants it. */
+static inline uint64_t mode_type(mode_t mode) {
+        return (uint64_t) (mode & S_IFMT) >> 12;
+}
