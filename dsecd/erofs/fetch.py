@@ -1,0 +1,193 @@
+"""What an import fetches as root before any of it is parsed: a registry's image by skopeo, a Debian base by mmdebstrap.
+
+Both write below the import's own work directory only, so that removing that removes everything.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from dsecd.erofs.model import ImportJob, Limits
+from dsecd.erofs.sys import PR_SET_PDEATHSIG, prctl
+from dsecd.errors import DsecError, Kind
+
+# (what skopeo says, what that is). First match wins; the rest of its failures are the network's.
+_SKOPEO_SAYS: Final[tuple[tuple[str, Kind], ...]] = (
+    ("no space left on device", "disk_full"), ("disk quota exceeded", "disk_full"), ("manifest unknown", "not_found"),
+    ("name unknown", "not_found"), ("404 (not found)", "not_found"), ("unauthorized", "denied"),
+    ("authentication required", "denied"), ("denied", "denied"), ("rejected by policy", "denied"),
+    ("invalid reference format", "invalid"), ("no image found in", "image"), ("digest did not match", "image"),
+    ("unsupported", "image"), ("unexpected end of json", "image"), ("does not match", "image"),
+)  # fmt: skip
+
+Report = Callable[[str, int], None]
+
+
+def skopeo(job: ImportJob, limits: Limits, work: Path, report: Report) -> Path:
+    """The OCI layout that the reference was copied to."""
+    layout = work / "layout"
+    command = ["skopeo", "copy", "--quiet", "--retry-times=2"]
+    if not Path("/etc/containers/policy.json").exists():
+        command.insert(1, "--insecure-policy")
+    command.append(f"--src-authfile={limits.authfile}" if limits.authfile else "--src-no-creds")
+    if plain_http(job.reference, limits.insecure_registries):
+        command.append("--src-tls-verify=false")
+    command += [job.reference, f"oci:{layout}:image"]
+    fetching = _start(command, work, "skopeo.log", subprocess.DEVNULL)
+    while fetching.process.poll() is None:
+        report("fetch", _bytes_below(work))
+        time.sleep(0.1)
+    if fetching.process.returncode != 0:
+        raise _skopeo_failed(job.reference, fetching.said())
+    return layout
+
+
+def mmdebstrap(job: ImportJob, work: Path) -> Fetching:
+    """Started; its standard output is the tar. It has namespaces of its own: its mounts and children end with it."""
+    command = [
+        "unshare", "--mount", "--propagation=private", "--pid", "--fork", "--kill-child", "--mount-proc",
+        "mmdebstrap", "--mode=root", "--variant=minbase", "--format=tar", "--quiet",
+    ]  # fmt: skip
+    if job.packages:
+        command.append("--include=" + ",".join(job.packages))
+    command += [job.suite, "-", *_apt_sources(job.suite, work)]
+    return _start(command, work, "mmdebstrap.log", subprocess.PIPE)
+
+
+def check_bootstrap(fetching: Fetching) -> None:
+    """Raise what mmdebstrap says, which explains more than the broken tar that came of it."""
+    if fetching.process.wait() == 0:
+        return
+    text = fetching.said()
+    if "No space left on device" in text:
+        raise DsecError("disk_full", "no space left for mmdebstrap in the store")
+    if "Unable to locate package" in text or "has no installation candidate" in text:
+        raise DsecError("not_found", f"mmdebstrap: {_last_line(text, 'E: ')}")
+    if any(sign in text for sign in ("Could not resolve", "Failed to fetch", "Could not connect", "Connection failed")):
+        raise DsecError("network", f"mmdebstrap: {_last_line(text, 'E: ')}")
+    raise DsecError("image", f"mmdebstrap failed: {_last_line(text, 'E: ')}")
+
+
+def plain_http(reference: str, insecure: tuple[str, ...]) -> bool:
+    """Registries on the loopback interface need no TLS; others only where the config says so."""
+    host_port = reference.removeprefix("docker://").split("/", 1)[0]
+    host = host_port.rsplit(":", 1)[0]
+    return host == "localhost" or host.startswith("127.") or host_port in insecure
+
+
+def _apt_sources(suite: str, work: Path) -> list[str]:
+    """Files for mmdebstrap with the host's own sources of its distribution, for another suite where one is asked for.
+
+    Sources of third parties are left out. No mirror is ever named here.
+    """
+    host = platform.freedesktop_os_release().get("VERSION_CODENAME", "")
+    deb822 = [text for path in _files("*.sources") for text in _stanzas(path.read_text(), host, suite)]
+    lines = [
+        text for path in [*_files("*.list"), Path("/etc/apt/sources.list")] if path.is_file()
+        for text in _one_lines(path.read_text(), host, suite)
+    ]  # fmt: skip
+    written = []
+    for name, texts in (("host.sources", deb822), ("host.list", lines)):
+        if texts:
+            (work / name).write_text("\n".join(texts) + "\n")
+            written.append(str(work / name))
+    if not written:
+        raise DsecError("unsupported", f"this host has no apt source of its own distribution ({host or 'unknown'})")
+    return written
+
+
+def _files(pattern: str) -> list[Path]:
+    return sorted(Path("/etc/apt/sources.list.d").glob(pattern))
+
+
+def _stanzas(text: str, host: str, suite: str) -> list[str]:
+    found = []
+    for stanza in re.split(r"\n\s*\n", text):
+        lines = [line for line in stanza.splitlines() if line.strip() and not line.startswith("#")]
+        suites = [i for i, line in enumerate(lines) if line.lower().startswith("suites:")]
+        disabled = any(re.fullmatch(r"enabled:\s*(no|false)", line.strip().lower()) for line in lines)
+        if suites and not disabled and (wanted := _suites(lines[suites[0]].split()[1:], host, suite)):
+            lines[suites[0]] = "Suites: " + " ".join(wanted)
+            found.append("\n".join(lines) + "\n")
+    return found
+
+
+def _one_lines(text: str, host: str, suite: str) -> list[str]:
+    found = []
+    for line in text.splitlines():
+        match = re.fullmatch(r"(deb\s+(?:\[[^]]*\]\s+)?\S+\s+)(\S+)(\s.*)", line.strip())
+        if match and (wanted := _suites([match[2]], host, suite)):
+            found.append(match[1] + wanted[0] + match[3])
+    return found
+
+
+def _suites(names: list[str], host: str, suite: str) -> list[str]:
+    """bookworm, bookworm-updates -> trixie, trixie-updates. The rolling suites have no such companions."""
+    rolling = suite in ("sid", "unstable", "experimental")
+    kept = [name for name in names if name == host or (not rolling and name in (host + "-updates", host + "-security"))]
+    return [suite + name[len(host) :] for name in kept]
+
+
+class Fetching(NamedTuple):
+    """A child and its log, which stays readable when root is given up."""
+
+    process: subprocess.Popen[bytes]
+    log: int
+
+    def said(self) -> str:
+        return os.pread(self.log, 8192, max(0, os.fstat(self.log).st_size - 8192)).decode("utf-8", "replace")
+
+
+def _start(command: list[str], work: Path, log_name: str, stdout: int) -> Fetching:
+    """Same process group, so that who kills the import kills this too; and it does not outlive the importer."""
+    env = {k: v for k, v in os.environ.items() if k in _PASSED_ON} | {"TMPDIR": str(work), "HOME": str(work)}
+    log = os.open(work / log_name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+    def go_down_with_the_importer() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=log, env=env, cwd=work,
+            preexec_fn=go_down_with_the_importer,
+        )  # fmt: skip
+    except FileNotFoundError as e:
+        raise DsecError("unsupported", f"{command[0]} is not installed on this host") from e
+    return Fetching(process, log)
+
+
+_PASSED_ON: Final = {
+    "PATH", "LANG", "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "SSL_CERT_FILE",
+    "SSL_CERT_DIR", "APT_CONFIG",
+}  # fmt: skip
+
+
+def _skopeo_failed(reference: str, text: str) -> DsecError:
+    lower = text.lower()
+    kind: Kind = next((kind for sign, kind in _SKOPEO_SAYS if sign in lower), "network")
+    return DsecError(kind, f"skopeo could not fetch {reference}: {_last_line(text, 'msg=')}")
+
+
+def _last_line(text: str, sign: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    said = [line for line in lines if sign in line] or lines or ["it said nothing"]
+    return said[-1].strip()[-500:]
+
+
+def _bytes_below(directory: Path) -> int:
+    total = 0
+    for where, _, names in os.walk(directory):
+        for name in names:
+            try:
+                total += (Path(where) / name).lstat().st_size
+            except FileNotFoundError:
+                continue
+    return total

@@ -1,0 +1,189 @@
+"""What the image room says about images: the manifest, the import job, its limits and its progress.
+
+An image is two files. `meta.erofs` holds superblock, inodes, directories and xattrs and is always local; the *data*
+file holds the bytes of regular files in 4 KiB blocks and may live elsewhere. The manifest names both by digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Final, Literal
+
+import msgspec
+from msgspec import Struct
+
+from dsecd.errors import DsecError
+
+ImageKind = Literal["base", "workspace", "toolkit"]
+
+FORMAT: Final = 1  # of the manifest and of the layout of an image's directory
+BLOCK: Final = 4096
+CHUNK: Final = 1 << 20  # of a file (EROFS chunk) and of the data file (one sum each)
+
+NAME: Final = re.compile(r"[a-z0-9][a-z0-9._/:-]{0,127}")
+DIGEST: Final = re.compile(r"sha256:[0-9a-f]{64}")
+REFERENCE: Final = re.compile(r"docker://[A-Za-z0-9][A-Za-z0-9._:/@-]{0,511}")
+SUITE: Final = re.compile(r"[a-z]{2,24}")
+PACKAGE: Final = re.compile(r"[a-z0-9][a-z0-9+.-]{0,127}")
+
+
+class ImageConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """How the image wants its processes started."""
+
+    env: dict[str, str] = {}
+    workdir: str = ""
+    user: str = ""
+    entrypoint: tuple[str, ...] = ()
+    cmd: tuple[str, ...] = ()
+
+    def overridden_by(self, other: ImageConfig) -> ImageConfig:
+        """Other's variables win one by one; its other fields win where they are set."""
+        return ImageConfig(
+            env=self.env | other.env,
+            workdir=other.workdir or self.workdir,
+            user=other.user or self.user,
+            entrypoint=other.entrypoint or self.entrypoint,
+            cmd=other.cmd or self.cmd,
+        )
+
+
+class Manifest(Struct, frozen=True, kw_only=True):
+    """An image, immutable. `names` is the store's, not the file's: a name may move to another digest.
+
+    digest: the image's identity, see `identity`. data_digest: sha256 of the concatenated sha256 sums of the data
+    file's 1 MiB chunks (`data.sums`), so that a range of it can be checked without the rest.
+    store: where the data file lives: "local" (beside the metadata), or the name of a store of the config.
+    """
+
+    digest: str
+    kind: ImageKind
+    name: str
+    source: str
+    created: str
+    config: ImageConfig = ImageConfig()
+    files: int
+    meta_size: int
+    meta_digest: str
+    data_size: int
+    data_digest: str
+    chunk_size: int = CHUNK
+    store: str = "local"
+    format: int = FORMAT
+    names: tuple[str, ...] = ()
+
+    @property
+    def hex(self) -> str:
+        return self.digest.removeprefix("sha256:")
+
+
+def identity(kind: ImageKind, config: ImageConfig, meta_digest: str, data_digest: str) -> str:
+    """The digest of an image: sha256 over what a sandbox can tell apart (the tree, and how it is started)."""
+    what = {
+        "format": FORMAT, "kind": kind, "config": msgspec.to_builtins(config), "meta": meta_digest, "data": data_digest,
+    }  # fmt: skip
+    return "sha256:" + hashlib.sha256(msgspec.json.encode(what, order="deterministic")).hexdigest()
+
+
+class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Bounds of one import; all come from the config.
+
+    max_bytes: unpacked, and also what a compressed stream may grow to. max_entries: of all layers together.
+    max_names_bytes: of names, link targets and xattrs, which the importer keeps in memory.
+    authfile: registry credentials for skopeo; without it none are used, root's own included.
+    insecure_registries: hosts reached over plain HTTP besides the loopback ones.
+    """
+
+    max_bytes: int = 64 << 30
+    max_entries: int = 1_000_000
+    max_names_bytes: int = 512 << 20
+    deadline_s: float = 3600.0
+    authfile: str = ""
+    insecure_registries: tuple[str, ...] = ()
+
+
+class ImportJob(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What to import.
+
+    origin: `stream` reads the inherited descriptor; `registry` fetches `reference` with skopeo; `bootstrap` runs
+    mmdebstrap for `suite` with `packages`. format: of a stream; `auto` tells an OCI layout or a docker archive from a
+    plain tar by its members. tag: which image of an archive that holds several. prefix: a directory of the layer that
+    a plain tar is put below. config: laid over the one that the image brings.
+    """
+
+    kind: ImageKind
+    name: str
+    origin: Literal["stream", "registry", "bootstrap"] = "stream"
+    format: Literal["auto", "tar", "oci", "docker"] = "auto"
+    reference: str = ""
+    tag: str = ""
+    prefix: str = ""
+    suite: str = ""
+    packages: tuple[str, ...] = ()
+    source: str = ""
+    config: ImageConfig = ImageConfig()
+
+    def check(self) -> None:
+        """Refuse what no import can be asked for; called before anything is started."""
+        _require(NAME.fullmatch(self.name), f"image name {self.name!r} is not [a-z0-9][a-z0-9._/:-]* of at most 128")
+        _require(len(self.source) <= 4096, "source is longer than 4096 characters")
+        _require(self.prefix == "" or self.format in ("auto", "tar"), "prefix is for plain tars only")
+        if self.origin == "registry":
+            _require(REFERENCE.fullmatch(self.reference), f"reference {self.reference[:128]!r} is not docker://NAME")
+        if self.origin == "bootstrap":
+            _require(self.kind == "base", "bootstrap makes images of kind base only")
+            _require(SUITE.fullmatch(self.suite), f"suite {self.suite[:64]!r} is not a Debian suite's name")
+            for package in self.packages:
+                _require(PACKAGE.fullmatch(package), f"package {package[:128]!r} is not a Debian package's name")
+            _require(len(self.packages) <= 256, "more than 256 packages")
+
+
+def _require(ok: object, message: str) -> None:
+    if not ok:
+        raise DsecError("invalid", message)
+
+
+class Progress(Struct, frozen=True, omit_defaults=True):
+    """Where an import stands. total is None while nobody knows it."""
+
+    phase: Literal["fetch", "bootstrap", "receive", "unpack", "write", "commit"]
+    done: int
+    total: int | None = None
+
+
+class Built(Struct, frozen=True, kw_only=True):
+    """What the importer process hands back; the daemon makes the manifest of it and commits."""
+
+    config: ImageConfig
+    files: int
+    meta_size: int
+    meta_digest: str
+    data_size: int
+    data_digest: str
+    data_file: str
+    source: str
+
+
+class Failed(Struct, frozen=True, kw_only=True):
+    """How the importer process says that it failed."""
+
+    kind: str
+    message: str
+    detail: dict[str, str | int] = {}
+
+
+class Report(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One line of the importer's standard output: exactly one field is set."""
+
+    progress: Progress | None = None
+    built: Built | None = None
+    failed: Failed | None = None
+
+
+class GcReport(Struct, frozen=True, kw_only=True):
+    """What `gc` removed: digests, names of half-made directories, names of data files, and bytes in all."""
+
+    images: tuple[str, ...] = ()
+    leftovers: tuple[str, ...] = ()
+    orphans: tuple[str, ...] = ()
+    freed_bytes: int = 0

@@ -1,0 +1,442 @@
+"""The image store: what is on disk, who may touch it, and how it survives being killed at any instant."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import hashlib
+import os
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from dsecd.erofs import meta
+from dsecd.erofs.model import BLOCK, CHUNK, DIGEST, FORMAT, NAME, Built, GcReport, ImportJob, Manifest, identity
+from dsecd.erofs.tar import bad
+from dsecd.errors import DsecError
+
+LOCAL: Final = "local"
+Manifests = list[Manifest]  # inside the class, `list` is a method
+Paths = list[Path]
+Strings = list[str]
+_HEX: Final = frozenset("0123456789abcdef")
+
+
+class ImageStore:
+    """Images on disk, by digest, and names that point at them.
+
+        <root>/
+            lock                     held (flock) while anything below changes its name
+            names.json               {name: digest}, replaced by rename
+            <64 hex>/                one image, immutable; it is there whole or not at all
+                manifest.json
+                meta.erofs           superblock, inodes, directories, xattrs
+                data                 bytes of files; absent where the manifest names another store
+                data.sums            sha256 of each 1 MiB of data
+            tmp-<random>/            an import; its maker and the importer hold a flock on the directory
+            trash-<random>/          being removed
+        <store>/<64 hex>.data        data of an image that lives on a store of the config
+        <store>/<64 hex>.by-<owner>  this host (`owner`) has that image; hosts may share a store
+        <store>/tmp-<random>.data    such data, not committed yet
+
+    Rules:
+      * An image appears by one rename of its `tmp-` directory, after its files and the directory are on disk. Data on
+        another store is claimed and renamed there first: a crash in between leaves an orphan for `gc`, and never an
+        image without data.
+      * An image goes by one rename to `trash-`; what follows may be interrupted and is finished by `gc`.
+      * `names.json` is written after the image appears and before it goes: a name may be missing after a crash, and
+        never points at nothing.
+      * `tmp-` directories that nobody locks are dead. Locks are the kernel's, so a dead process holds none.
+      * Manifests never change, so they are cached for good. The index of names is read again when its mtime changes.
+
+    Methods block (they do file I/O): call them from a thread where that matters. All are safe to call from several.
+    """
+
+    def __init__(
+        self, root: Path, *, stores: Mapping[str, Path] | None = None, data_store: str = LOCAL, owner: str = "host"
+    ) -> None:
+        self.root = root
+        self._owner = owner
+        self._stores = dict(stores or {})
+        if data_store != LOCAL and data_store not in self._stores:
+            raise DsecError("invalid", f"image store {data_store!r} is not in the config")
+        self._data_store = data_store
+        self._manifests: dict[str, Manifest] = {}
+        self._mutex = threading.RLock()
+        self._depth = 0
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def list(self) -> Manifests:
+        """Every image, newest first."""
+        names = self._names_by_digest()
+        found = [self._named(hexa, names) for hexa in self._hexes()]
+        return sorted((m for m in found if m is not None), key=lambda m: (m.created, m.digest), reverse=True)
+
+    def resolve(self, ref: str) -> Manifest:
+        """By name, digest, or a digest's unique prefix of at least 8 hex digits (with `sha256:` or without)."""
+        names = self._names_by_digest()
+        digest = self._read_names().get(ref)
+        hexa = (digest or ref).removeprefix("sha256:")
+        found = [hexa] if digest else self._matching(hexa)
+        if len(found) > 1:
+            raise DsecError("not_found", f"{len(found)} images begin with {ref[:80]!r}: give more of the digest")
+        manifest = self._named(found[0], names) if found else None
+        if manifest is None:
+            raise DsecError("not_found", f"there is no image {ref[:160]!r}")
+        return manifest
+
+    def meta_path(self, manifest: Manifest) -> Path:
+        return self.root / manifest.hex / "meta.erofs"
+
+    def sums_path(self, manifest: Manifest) -> Path:
+        return self.root / manifest.hex / "data.sums"
+
+    def data_path(self, manifest: Manifest) -> Path:
+        if manifest.store == LOCAL:
+            return self.root / manifest.hex / "data"
+        store = self._stores.get(manifest.store)
+        if store is None:
+            raise bad(f"image {_short(manifest)}: its data is on store {manifest.store!r}, which is not in the config")
+        return store / f"{manifest.hex}.data"
+
+    def check(self, manifest: Manifest) -> None:
+        """Files, sizes and superblock, without reading the data. DsecError `image` says what is wrong."""
+        what = f"image {_short(manifest)}"
+        head = _read_head(self.meta_path(manifest), manifest.meta_size, f"{what}: its metadata")
+        _read_head(self.data_path(manifest), manifest.data_size, f"{what}: its data")
+        try:
+            found = meta.Superblock(head)
+        except DsecError as e:
+            raise bad(f"{what}: {e.message}") from e
+        if found.blocks * BLOCK != manifest.meta_size or found.data_digest != manifest.data_digest:
+            raise bad(f"{what}: its metadata is another image's")
+
+    def verify(self, manifest: Manifest) -> None:
+        """`check`, and then read and compare every byte."""
+        self.check(manifest)
+        what = f"image {_short(manifest)}"
+        if identity(manifest.kind, manifest.config, manifest.meta_digest, manifest.data_digest) != manifest.digest:
+            raise bad(f"{what}: its manifest is altered")
+        if _sha256(self.meta_path(manifest)) != manifest.meta_digest:
+            raise bad(f"{what}: its metadata is altered")
+        sums = self.sums_path(manifest).read_bytes()
+        if "sha256:" + hashlib.sha256(sums).hexdigest() != manifest.data_digest:
+            raise bad(f"{what}: its list of sums is altered")
+        if (at := _altered_at(self.data_path(manifest), sums)) is not None:
+            raise bad(f"{what}: its data is altered (in the mebibyte at {at})")
+
+    # -- changing ------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def workspace(self) -> Iterator[Work]:
+        """A locked `tmp-` directory for one import; gone at the end, committed or not."""
+        path = self.root / f"tmp-{secrets.token_hex(8)}"
+        with self._locked():  # gc must not see the directory before its lock
+            path.mkdir(mode=0o700)
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        try:
+            yield Work(path, fd)
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(fd)
+
+    def commit(self, work: Work, built: Built, job: ImportJob) -> Manifest:
+        """Make an image of what the importer left in its directory. The same content twice is one image."""
+        digest = identity(job.kind, built.config, built.meta_digest, built.data_digest)
+        manifest = Manifest(
+            digest=digest, kind=job.kind, name=job.name, source=built.source, created=_now(), config=built.config,
+            files=built.files, meta_size=built.meta_size, meta_digest=built.meta_digest, data_size=built.data_size,
+            data_digest=built.data_digest, store=self._data_store,
+        )  # fmt: skip
+        ready = self._prepare(work, built, manifest)
+        with self._locked():
+            if self._load(manifest.hex) is None:
+                self._publish(ready, manifest)
+            self._write_names(self._read_names() | {job.name: digest})
+        return self.resolve(digest)
+
+    def set_name(self, name: str, ref: str) -> Manifest:
+        """Point a name at an image, wherever it pointed before."""
+        if not NAME.fullmatch(name):
+            raise DsecError("invalid", f"image name {name[:160]!r} is not [a-z0-9][a-z0-9._/:-]* of at most 128")
+        with self._locked():
+            manifest = self.resolve(ref)
+            self._write_names(self._read_names() | {name: manifest.digest})
+        return self.resolve(manifest.digest)
+
+    def remove(self, ref: str, in_use: Collection[str] = ()) -> Manifest:
+        """Remove an image; by a name that is not its only one, remove that name only. `in_use`: digests."""
+        with self._locked():
+            manifest = self.resolve(ref)
+            names = self._read_names()
+            if ref in manifest.names and len(manifest.names) > 1:
+                self._write_names({k: v for k, v in names.items() if k != ref})
+                return manifest
+            if manifest.digest in in_use:
+                raise DsecError("conflict", f"image {ref[:160]!r} is in use")
+            self._write_names({k: v for k, v in names.items() if v != manifest.digest})
+            trash = self._to_trash(manifest)
+        _empty(trash)
+        return manifest
+
+    def gc(self, in_use: Collection[str] = (), min_age_s: float = 0.0) -> GcReport:
+        """Remove unnamed images that nobody uses, what dead imports left, and data without an image.
+
+        min_age_s spares what is younger, so that an image just imported may still be named or used.
+        """
+        oldest = time.time() - min_age_s
+        with self._locked():
+            named = set(self._read_names().values())
+            doomed = [
+                m for m in self.list()
+                if m.digest not in named and m.digest not in in_use and self._made(m.hex) <= oldest
+            ]  # fmt: skip
+            trash = [self._to_trash(m) for m in doomed]
+            leftovers = [*self._dead_leftovers()]
+            orphans = [*self._orphans()]
+        freed = sum(map(_size_below, [*trash, *leftovers]))
+        for path in [*trash, *leftovers]:
+            _empty(path)
+        return GcReport(
+            images=tuple(m.digest for m in doomed), leftovers=tuple(p.name for p in leftovers),
+            orphans=tuple(p.name for p in orphans), freed_bytes=freed,
+        )  # fmt: skip
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """The store's lock, against other threads and other processes; a method that holds it may call another."""
+        with self._mutex, (self.root / "lock").open("a") as lock:
+            if self._depth == 0:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            self._depth += 1
+            try:
+                yield
+            finally:
+                self._depth -= 1
+
+    def _hexes(self) -> Strings:
+        return [p.name for p in self.root.iterdir() if len(p.name) == 64 and _HEX.issuperset(p.name)]
+
+    def _matching(self, hexa: str) -> Strings:
+        if not 8 <= len(hexa) <= 64 or not _HEX.issuperset(hexa):
+            return []
+        return [h for h in self._hexes() if h.startswith(hexa)]
+
+    def _load(self, hexa: str) -> Manifest | None:
+        """None: there is no such image (any more). A manifest that cannot be read is an image that cannot be used."""
+        path = self.root / hexa / "manifest.json"
+        known = self._manifests.get(hexa)
+        try:
+            if known is not None and path.exists():
+                return known
+            manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+        except FileNotFoundError:
+            return None
+        except msgspec.DecodeError as e:
+            raise bad(f"image {hexa[:12]}: its manifest is altered ({e})") from e
+        if manifest.digest != f"sha256:{hexa}" or manifest.format != FORMAT or not DIGEST.fullmatch(manifest.digest):
+            raise bad(f"image {hexa[:12]}: its manifest is another image's, or of a later version")
+        self._manifests[hexa] = manifest
+        return manifest
+
+    def _named(self, hexa: str, names: dict[str, tuple[str, ...]]) -> Manifest | None:
+        manifest = self._load(hexa)
+        if manifest is None:
+            return None
+        current = names.get(manifest.digest, ())
+        shown = manifest.name if manifest.name in current else (current[0] if current else "")
+        return msgspec.structs.replace(manifest, name=shown, names=current)
+
+    def _read_names(self) -> dict[str, str]:
+        try:
+            return msgspec.json.decode((self.root / "names.json").read_bytes(), type=dict[str, str])
+        except FileNotFoundError:
+            return {}
+        except msgspec.DecodeError as e:
+            raise DsecError("internal", f"{self.root / 'names.json'} is not the store's own: {e}") from e
+
+    def _names_by_digest(self) -> dict[str, tuple[str, ...]]:
+        by_digest: dict[str, tuple[str, ...]] = {}
+        for name, digest in sorted(self._read_names().items()):
+            by_digest[digest] = (*by_digest.get(digest, ()), name)
+        return by_digest
+
+    def _write_names(self, names: dict[str, str]) -> None:
+        _write_durably(self.root / "names.json", msgspec.json.encode(names, order="sorted"))
+
+    def _prepare(self, work: Work, built: Built, manifest: Manifest) -> Path:
+        """Everything slow about a commit, before the lock: the final files, on disk, in a directory of their own."""
+        ready = work.path / "image"
+        ready.mkdir(mode=0o755)
+        for name in ("meta.erofs", "data.sums"):
+            (work.path / name).rename(ready / name)
+        data = work.path / built.data_file
+        if manifest.store == LOCAL:
+            data.rename(ready / "data")
+        else:
+            _copy_durably(data, self._stores[manifest.store] / f"{work.path.name}.data")
+        for path in ready.iterdir():
+            path.chmod(0o444)
+            if os.geteuid() == 0:
+                os.chown(path, 0, 0)
+        _write_durably(ready / "manifest.json", msgspec.json.encode(manifest))
+        return ready
+
+    def _publish(self, ready: Path, manifest: Manifest) -> None:
+        if manifest.store != LOCAL:
+            store = self._stores[manifest.store]
+            (store / f"{manifest.hex}.by-{self._owner}").touch()
+            (store / f"{ready.parent.name}.data").rename(store / f"{manifest.hex}.data")
+            _fsync(store)
+        ready.rename(self.root / manifest.hex)
+        _fsync(self.root)
+
+    def _to_trash(self, manifest: Manifest) -> Path:
+        trash = self.root / f"trash-{secrets.token_hex(8)}"
+        (self.root / manifest.hex).rename(trash)
+        self._manifests.pop(manifest.hex, None)
+        if manifest.store in self._stores:
+            self._disclaim(self._stores[manifest.store], manifest.hex)
+        return trash
+
+    def _disclaim(self, store: Path, hexa: str) -> Paths:
+        """Give up data on a store; removed when no other host claims it."""
+        (store / f"{hexa}.by-{self._owner}").unlink(missing_ok=True)
+        data = store / f"{hexa}.data"
+        if any(store.glob(f"{hexa}.by-*")) or not data.exists():
+            return []
+        data.unlink()
+        return [data]
+
+    def _dead_leftovers(self) -> Iterator[Path]:
+        for path in self.root.iterdir():
+            if path.name.startswith("trash-") or (path.name.startswith("tmp-") and not _is_locked(path)):
+                yield path
+
+    def _orphans(self) -> Iterator[Path]:
+        """Data on stores that this host put there and that no image of it needs (other hosts' are theirs)."""
+        for store in self._stores.values():
+            for path in store.glob("tmp-*.data"):
+                maker = self.root / path.stem
+                # A tmp- file of another host has no directory here either: only age tells, and a day is plenty.
+                if not _is_locked(maker) and _mtime(path) < time.time() - (0 if maker.exists() else 86400):
+                    path.unlink(missing_ok=True)
+                    yield path
+            for claim in store.glob(f"*.by-{self._owner}"):
+                hexa = claim.name.split(".", 1)[0]
+                if not (self.root / hexa).exists():
+                    yield from self._disclaim(store, hexa)
+
+    def _made(self, hexa: str) -> float:
+        return _mtime(self.root / hexa / "manifest.json")
+
+
+class Work:
+    """An import's directory and the descriptor that locks it; a child that inherits it keeps the lock."""
+
+    def __init__(self, path: Path, lock_fd: int) -> None:
+        self.path = path
+        self.lock_fd = lock_fd
+
+
+def _short(manifest: Manifest) -> str:
+    return f"{manifest.name} ({manifest.hex[:12]})" if manifest.name else manifest.hex[:12]
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def _mtime(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return time.time()
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def _size_below(path: Path) -> int:
+    paths = path.rglob("*") if path.is_dir() else [path]
+    return sum(p.lstat().st_blocks * 512 for p in paths if p.is_file())
+
+
+def _empty(trash: Path) -> None:
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def _read_head(path: Path, size: int, what: str) -> bytes:
+    try:
+        with path.open("rb") as f:
+            found = os.fstat(f.fileno()).st_size
+            if found != size:
+                raise bad(f"{what} is truncated or altered: {found} bytes, and {size} in the manifest")
+            return f.read(BLOCK)
+    except FileNotFoundError as e:
+        raise bad(f"{what} is not there any more ({path})") from e
+    except OSError as e:
+        raise bad(f"{what} cannot be read: {e.strerror}") from e
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as f:
+        return "sha256:" + hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def _altered_at(data: Path, sums: bytes) -> int | None:
+    """Where the first altered chunk begins."""
+    with data.open("rb") as f:
+        for number in range(len(sums) // 32):
+            if hashlib.sha256(f.read(CHUNK)).digest() != sums[number * 32 : number * 32 + 32]:
+                return number * CHUNK
+    return None
+
+
+def _write_durably(path: Path, data: bytes) -> None:
+    """All of it or what was there before, even if the power goes."""
+    temporary = path.with_name(f".{path.name}.new")
+    with temporary.open("wb") as f:
+        f.write(data)
+        f.flush()
+        os.fsync(f.fileno())
+    temporary.rename(path)
+    _fsync(path.parent)
+
+
+def _copy_durably(source: Path, target: Path) -> None:
+    with source.open("rb") as a, target.open("xb") as b:
+        shutil.copyfileobj(a, b, 1 << 20)
+        b.flush()
+        os.fsync(b.fileno())
+
+
+def _fsync(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
