@@ -18,6 +18,7 @@ import contextlib
 import errno
 import os
 import select
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -134,6 +135,12 @@ class Cgroups:
     def oci_resources(self, *, memory: int, pids: int, cpu: float) -> dict[str, Any]:
         return oci_resources(CgroupLimits(memory, pids, cpu), swap_accounting=self.swap_accounting)
 
+    def remove_base(self) -> None:
+        """Take our own (empty) parent groups away: for uninstalling and for tests."""
+        for parent in self.parents():
+            with contextlib.suppress(FileNotFoundError):
+                parent.rmdir()
+
     def parents(self) -> list[Path]:
         """Our parent group in each hierarchy (v1 ones may share one directory through symlinks)."""
         if self.layout == "v2":
@@ -213,6 +220,9 @@ class SandboxCgroup:
         """SIGKILL to everything inside, at once and without races with fork; frozen tasks die too."""
         with contextlib.suppress(FileNotFoundError):
             write(self.unified / "cgroup.kill", 1)
+        for path in self.paths():  # a runtime that died half-way had joined some hierarchies only
+            if path != self.unified:
+                _kill_members(path / "cgroup.procs")
 
     def remove(self, timeout: float = _REMOVE_S) -> None:
         """Take the groups away in every hierarchy, leaves first. Kill first; a group that is not there is no error."""
@@ -308,6 +318,29 @@ def _wait_event(path: Path, key: str, value: bool, timeout: float) -> bool:
             if left <= 0:
                 return False
             poll.poll(left * 1000)
+
+
+def _kill_members(procs: Path) -> None:
+    """By pidfd, opened before the membership is read again: a number that was reused meanwhile is not killed."""
+    for pid in _members(procs):
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            if pid in _members(procs):
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+        finally:
+            os.close(fd)
+
+
+def _members(procs: Path) -> set[int]:
+    try:
+        return {int(pid) for pid in procs.read_text().split()}
+    except FileNotFoundError:
+        return set()
 
 
 def _descend(top: Path) -> Iterator[Path]:

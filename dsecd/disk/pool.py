@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from dsecd.disk.shift import prepare_copy
 from dsecd.errors import DsecError
 
 log = logging.getLogger(__name__)
@@ -151,8 +152,6 @@ class DiskPool(ABC):
     # ----------------------------------------------------------------------------------------------------------------
 
     def _commit(self, sandbox_id: str, limit_bytes: int, owner_uid: int, source: Path | None) -> Space:
-        from dsecd.disk.shift import prepare_copy
-
         path, new = self.root / check_id(sandbox_id), self.root / (NEW + sandbox_id)
         check_limit(limit_bytes)
         if path.exists():
