@@ -7,11 +7,15 @@ units.txt,console.log}. With --exec it runs one shell line in a fresh VM instead
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from cache import LabError
@@ -63,11 +67,26 @@ def bring_out(vm: LabVM) -> None:
     read_disk(vm.collect(RESULTS), OUT)
 
 
+@contextlib.contextmanager
+def sole_run() -> Iterator[None]:
+    """build/lab/ to ourselves and empty: the last run's results, and what it left if it was killed, go."""
+    OUT.parent.mkdir(exist_ok=True)
+    with (OUT.parent / "lab.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("lab: waiting for another lab run in this tree to end")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        shutil.rmtree(OUT, ignore_errors=True)
+        OUT.mkdir()
+        yield
+
+
 def lab(options: argparse.Namespace, scratch: Path) -> int:
     started = time.monotonic()
     image, vmlinux, wheel_dir = rootfs(say), kernel(), wheels(say)
     delivery = scratch / "delivery.tar"
-    write_disk(delivery, wheel_dir)
+    write_disk(delivery, wheel_dir, vmlinux)
     step("kernel, root and delivery are ready", started)
     with LabVM(vmlinux, image, OUT / "console.log", delivery) as vm:
         say(f"lab: Linux {vm.release} with systemd answered {vm.boot_s:.1f} s after power-on")
@@ -97,10 +116,10 @@ def main() -> int:
     parser.add_argument("--exec", metavar="LINE", help="run this shell line in the guest instead of the tests")
     parser.add_argument("pytest", nargs="*", help="arguments for pytest (default: tests/lab), after --")
     options = parser.parse_args()
-    shutil.rmtree(OUT, ignore_errors=True)
-    OUT.mkdir(parents=True)
+    # Without this a terminated run would skip its own clean-up.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
-        with tempfile.TemporaryDirectory(prefix="dsecd-lab-") as scratch:
+        with sole_run(), tempfile.TemporaryDirectory(prefix=".run-", dir=OUT) as scratch:
             return lab(options, Path(scratch))
     except LabError as failure:
         print(f"lab: {failure}", file=sys.stderr)

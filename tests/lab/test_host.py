@@ -115,6 +115,14 @@ def test_kvm_runs_a_guest() -> None:
     assert run_one() == (KVM_EXIT_HLT, 42)
 
 
+def test_kvm_boots_linux_under_qemu() -> None:
+    """A guest of the guest, without a root: it gets as far as looking for one."""
+    command = "timeout 60 qemu-system-x86_64 -accel kvm -cpu host -M q35 -m 256 -nodefaults -display none -no-reboot"
+    shown = sh(f"{command} -serial stdio -kernel /srv/vmlinux -append 'console=ttyS0 panic=-1' < /dev/null")
+    assert "Hypervisor detected: KVM" in shown
+    assert "Unable to mount root fs" in shown
+
+
 @pytest.mark.parametrize(
     "node", ["cachefiles", "fuse", "net/tun", "loop-control", "userfaultfd", "ublk-control", "vhost-vsock", "zram0"]
 )

@@ -28,7 +28,7 @@ QEMU = "qemu-system-x86_64"
 QEMU_OLDEST = 8  # 7.2 miscompiles under TCG: random double faults in the guest
 MEMORY_MIB = 3072
 RESULT_BYTES = 1 << 30  # sparse
-BOOT_S = 120.0
+BOOT_S = 300.0  # twelve on an idle host, forty on one that compiles at the same time
 POWER_OFF_S = 60.0
 GRACE_S = 30.0  # the guest keeps a command's own deadline; ours only catches a guest that is stuck
 COMMAND_LINE = "root=/dev/vda rw console=ttyS0 panic=-1 quiet loglevel=4 systemd.show_status=true apparmor=1"
@@ -60,7 +60,11 @@ class LabVM:
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
-            self._scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dsecd-lab-")))
+            # Beside the console: what a killed run leaves there goes with the next run's clean start.
+            self.console.parent.mkdir(parents=True, exist_ok=True)
+            self.console.unlink(missing_ok=True)
+            scratch = tempfile.TemporaryDirectory(prefix=".vm-", dir=self.console.parent)
+            self._scratch = Path(stack.enter_context(scratch))
             self._results = self._scratch / "results.tar"
             with self._results.open("wb") as file:
                 file.truncate(RESULT_BYTES)
@@ -80,8 +84,6 @@ class LabVM:
         self._stack.close()
 
     def _start(self, line: socket.socket) -> subprocess.Popen[bytes]:
-        self.console.parent.mkdir(parents=True, exist_ok=True)
-        self.console.unlink(missing_ok=True)
         # setpriv: the machine dies with us, however we die.
         command = ["setpriv", "--pdeathsig", "KILL", *self._command(line.fileno())]
         return subprocess.Popen(
@@ -183,10 +185,12 @@ class LabVM:
         """The machine went away: say why, from the best witness there is."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(2)
-        errors = (self._scratch / "qemu.err").read_text(errors="replace").strip().splitlines()
+        told = (self._scratch / "qemu.err").read_text(errors="replace").splitlines()
+        errors = [line for line in told if line.strip() and "warning:" not in line]
         shown = self.console.read_text(errors="replace").splitlines() if self.console.is_file() else []
-        witness = (errors or [line for line in shown if line.strip()])[-1:] or ["nothing on the console"]
-        return LabError(f"the lab VM ended before it was able {what}: {witness[0].strip()}")
+        panics = [line for line in shown if "Kernel panic" in line]
+        witness = (errors or panics or [f"no word from it; see {self.console}"])[0].strip()
+        return LabError(f"the lab VM ended before it was able {what}: {witness}")
 
     def _reap(self) -> None:
         if self._process.poll() is None:

@@ -1,0 +1,115 @@
+"""The lab's own tools, where they decide something: apt sources, kernel options, cache commits, pip requirements."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from apt import backports_of
+from cache import LabError, key_of, product
+from delivery import read_disk, requirements
+from kernel import FRAGMENT, lost_options
+
+pytestmark = pytest.mark.lab
+
+DEB822 = """\
+Types: deb
+# a comment
+URIs: http://mirror.invalid/debian
+Suites: bookworm bookworm-updates
+Components: main
+Signed-By: /key.gpg
+
+Types: deb
+URIs: http://mirror.invalid/debian-security
+Suites: bookworm-security
+Components: main
+"""
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "dsecd"
+
+
+def test_backports_come_from_the_main_suites_mirror_alone() -> None:
+    assert backports_of(DEB822, "bookworm").splitlines() == [
+        "Types: deb",
+        "URIs: http://mirror.invalid/debian",
+        "Suites: bookworm-backports",
+        "Components: main",
+        "Signed-By: /key.gpg",
+    ]
+
+
+def test_backports_of_a_one_line_source() -> None:
+    text = "# deb off\ndeb [arch=amd64] http://mirror.invalid/debian bookworm main\ndeb http://x.invalid other main\n"
+    assert backports_of(text, "bookworm") == "deb [arch=amd64] http://mirror.invalid/debian bookworm-backports main\n"
+
+
+def test_no_backports_of_a_source_without_the_suite() -> None:
+    assert backports_of(DEB822, "trixie") == ""
+
+
+def test_a_lost_kernel_option_is_named() -> None:
+    fragment = '# CONFIG_C=y\nCONFIG_A=y\nCONFIG_B=y\nCONFIG_LSM="yama"\n'
+    settled = 'CONFIG_A=y\n# CONFIG_B is not set\nCONFIG_LSM="yama,bpf"\n'
+    assert lost_options(fragment, settled) == ["CONFIG_B=y", 'CONFIG_LSM="yama"']
+
+
+def test_the_fragment_names_no_option_twice() -> None:
+    lines = [line for line in FRAGMENT.read_text().splitlines() if line.startswith("CONFIG_")]
+    assert len(lines) == len({line.partition("=")[0] for line in lines})
+
+
+def test_key_keeps_the_borders_of_its_parts() -> None:
+    assert key_of(["ab", "c"]) != key_of(["a", "bc"])
+
+
+def test_a_product_is_made_once(cache: Path) -> None:
+    def make(work: Path) -> None:
+        (work / "file").write_text("made")
+
+    def never(work: Path) -> None:
+        raise AssertionError("made twice")
+
+    first = product("thing", "k", make)
+    assert (first / "file").read_text() == "made"
+    assert product("thing", "k", never) == first == cache / "thing-k"
+
+
+def test_a_failed_product_leaves_nothing_and_a_killed_makers_rest_is_swept(cache: Path) -> None:
+    stale = cache / ".making-thing-killed"
+    stale.mkdir(parents=True)
+
+    def fail(work: Path) -> None:
+        (work / "half").write_text("")
+        raise LabError("no")
+
+    with pytest.raises(LabError):
+        product("thing", "k", fail)
+    assert [path.name for path in cache.iterdir()] == ["thing.lock"]
+
+
+def test_old_products_go_and_the_last_one_stays(cache: Path) -> None:
+    for age, key in enumerate(("a", "b", "c")):
+        os.utime(product("thing", key, lambda work: None), (age, age))
+    assert sorted(path.name for path in cache.glob("thing-*")) == ["thing-b", "thing-c"]
+
+
+def test_requirements_are_the_projects_own(tmp_path: Path) -> None:
+    pyproject = tmp_path / "pyproject.toml"
+    pyproject.write_text(
+        '[build-system]\nrequires = ["setuptools"]\n[project]\nname = "x"\ndependencies = ["msgspec>=1"]\n'
+        '[project.optional-dependencies]\nsystemd = ["systemd-python"]\ndev = ["pytest>=8", "mypy"]\n'
+    )
+    assert requirements(pyproject) == (["msgspec>=1", "setuptools", "systemd-python", "wheel"], ["pytest>=8"])
+
+
+def test_an_empty_results_disk_is_an_error(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.write_bytes(b"\x01" * 4096)
+    with pytest.raises(LabError):
+        read_disk(disk, tmp_path / "out")
