@@ -33,6 +33,7 @@ NEW: Final = ".new-"
 TRASH: Final = ".trash-"
 LIMIT_MIN: Final = 1 << 20  # below this not even the empty directories' own metadata fits
 LIMIT_MAX: Final = 1 << 50
+OWNER_MAX: Final = (1 << 32) - (1 << 20)  # ids are 32 bits, and a sandbox has 2^20
 COLLECT_DELAY_S: Final = 1.0
 COLLECT_WAIT_MAX_S: Final = 60.0
 _ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")
@@ -154,6 +155,8 @@ class DiskPool(ABC):
     def _commit(self, sandbox_id: str, limit_bytes: int, owner_uid: int, source: Path | None) -> Space:
         path, new = self.root / check_id(sandbox_id), self.root / (NEW + sandbox_id)
         check_limit(limit_bytes)
+        if not 0 <= owner_uid <= OWNER_MAX:
+            raise DsecError("invalid", f"no room for a sandbox's ids at {owner_uid}")
         if path.exists():
             raise DsecError("conflict", f"disk space {sandbox_id} exists already")
         if new.exists():  # an earlier try of this id failed before its rename

@@ -26,14 +26,14 @@ class Stack(Struct, frozen=True):
 
 
 def compose(store: ImageStore, base: str, workspace: str | None = None, toolkits: Sequence[str] = ()) -> Stack:
-    """References to a stack. The workspace's config lies over the base's, and the toolkits' over both, the top one last."""
+    """References to a stack. Configs lie over each other as the layers do: the topmost toolkit's over all."""
     if len(toolkits) + 2 > MAX_LOWERS:
         raise DsecError("invalid", f"{len(toolkits)} toolkits: a sandbox has at most {MAX_LOWERS} layers")
     bottom = _of_kind(store, base, "base")
     middle = [_of_kind(store, workspace, "workspace")] if workspace is not None else []
     tops = [_of_kind(store, ref, "toolkit") for ref in toolkits]
     lowers = (*tops, *middle, bottom)
-    if len(set(lowers)) != len(lowers):
+    if len({manifest.digest for manifest in lowers}) != len(lowers):
         raise DsecError("invalid", "the same toolkit is named twice")  # overlayfs refuses a layer on itself
     config = ImageConfig()
     for manifest in reversed(lowers):

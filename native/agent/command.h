@@ -18,6 +18,8 @@ struct command {
         int32_t inner_pid;
         uint64_t flags;
         uint64_t started_us, deadline_us; /* 0: none */
+        uint64_t rest_us; /* when to look again for the rest that is to be killed; 0: not asked for */
+        int rest_rounds;
         uint64_t ran_us, cpu_us;
         struct watch status; /* the pipe on which the child reports; open until it has become the command */
         struct feed feed;

@@ -15,6 +15,8 @@ enum {
         ENDED_MAX = 512,
         META_MAX = 4096,
         ARGS_MAX = 65536,
+        REST_AGAIN_US = 2000,
+        REST_ROUNDS = 500,
 };
 
 static const size_t kept_max = MIB(64); /* of ended commands */
@@ -112,14 +114,27 @@ void exec_child_ended(pid_t pid, int status, const struct rusage *usage) {
         shed();
 }
 
+/* Everything but the first process, which may itself start new ones: until a round finds nobody, or for a second. */
+static void kill_rest(struct command *c) {
+        bool again = leaf_kill_others(c->channel, c->pid) > 0 && ++c->rest_rounds < REST_ROUNDS;
+
+        c->rest_us = again ? now_us() + REST_AGAIN_US : 0;
+}
+
 int exec_deadlines(void) {
         uint64_t now = 0, next = UINT64_MAX;
 
         for (struct command *c = commands; c; c = c->next) {
-                if (c->ended || c->timed_out || c->deadline_us == 0)
+                if (c->ended || c->timed_out || (c->deadline_us == 0 && c->rest_us == 0))
                         continue;
                 if (now == 0)
                         now = now_us();
+                if (c->rest_us != 0 && c->rest_us <= now)
+                        kill_rest(c);
+                if (c->rest_us != 0)
+                        next = min_u64(next, max_u64(c->rest_us, now));
+                if (c->deadline_us == 0)
+                        continue;
                 if (c->deadline_us <= now) {
                         c->timed_out = true;
                         (void) leaf_kill(c->channel);
@@ -380,6 +395,8 @@ static void on_unfollow(struct command *c, const struct args *args) {
         source_wake(&c->source);
 }
 
+enum kill_flags { KILL_ALL = 1, KILL_FOREGROUND = 2, KILL_REST = 4 };
+
 static void kill_foreground(const struct command *c, int signal) {
         pid_t group;
 
@@ -394,15 +411,20 @@ static void on_kill(struct command *c, const struct args *args) {
 
         if (signal > 64)
                 return;
-        if (flags & 1) {
+        if (flags & KILL_ALL) {
                 c->kill_all = !c->ended;
                 (void) leaf_kill(c->channel);
                 signal = SIGKILL;
         }
         if (c->ended)
                 return;
+        if (flags & KILL_REST) {
+                c->rest_rounds = 0;
+                kill_rest(c);
+                return;
+        }
         c->kill_signal = signal;
-        if (flags & 2)
+        if (flags & KILL_FOREGROUND)
                 kill_foreground(c, signal);
         else
                 (void) kill(c->pid, signal);

@@ -2,6 +2,7 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <stdio.h>
 
 #include "loop.h"
@@ -55,6 +56,30 @@ int leaf_kill(uint32_t channel) {
 
         leaf_path(path, channel, "/cgroup.kill");
         return kill_path(path);
+}
+
+int leaf_kill_others(uint32_t channel, pid_t spare) {
+        char path[48], text[4096];
+        size_t used = 0;
+        int found = 0;
+        ssize_t n;
+
+        leaf_path(path, channel, "/cgroup.procs");
+        cleanup_fd int fd = openat(base, path, O_RDONLY | O_CLOEXEC);
+        if (fd < 0)
+                return -errno;
+        while (used < sizeof(text) - 1 && (n = read(fd, text + used, sizeof(text) - 1 - used)) > 0)
+                used += (size_t) n;
+        text[used] = 0;
+        for (char *line = text, *end; (end = strchr(line, '\n')); line = end + 1) {
+                pid_t pid = atoi(line);
+                /* These are numbers of our own namespace, where 1 is us; init is in no leaf. */
+                if (pid <= 1 || pid == spare)
+                        continue;
+                (void) kill(pid, SIGKILL);
+                found++;
+        }
+        return found;
 }
 
 static int leaf_remove(uint32_t channel) {

@@ -9,6 +9,8 @@ void leaf_init(int base_fd);
 /* Makes x<channel> and returns its descriptor. */
 int leaf_create(uint32_t channel);
 int leaf_kill(uint32_t channel);
+/* SIGKILL to all but one; returns how many were found. They may fork meanwhile: ask again until it is 0. */
+int leaf_kill_others(uint32_t channel, pid_t spare);
 /* Removes the leaf now, or as soon as its last process is gone. */
 void leaf_release(uint32_t channel);
 /* SIGKILL to everything in every leaf. */

@@ -1,5 +1,6 @@
 #include "link.h"
 
+#include <malloc.h>
 #include <sys/socket.h>
 
 #include "loop.h"
@@ -81,6 +82,8 @@ void link_trim(void) {
                 buffer_release(&in);
         if (pending(&out) == 0)
                 buffer_release(&out);
+        /* What a transfer had on the heap; below its threshold glibc would keep it. */
+        (void) malloc_trim(0);
 }
 
 static void link_drop(void) {
@@ -142,18 +145,19 @@ void frame_text(enum tag tag, const char *text) {
         frame_bytes(tag, text, min_size(strlen(text), TEXT_MAX));
 }
 
-void frame_end(void) {
+size_t frame_end(void) {
         if (!link_up())
-                return;
+                return 0;
         uint8_t *at = out.data + out.start + frame_start;
         uint32_t size = (uint32_t) (pending(&out) - frame_start - FRAME_HEADER);
         for (int i = 0; i < 4; i++)
                 at[i] = (uint8_t) (size >> 8 * i);
+        return size;
 }
 
 void frame_empty(enum frame_type type, uint32_t channel) {
         frame_begin(type, channel);
-        frame_end();
+        (void) frame_end();
 }
 
 void frame_error(uint32_t channel, int code, enum step step, const char *text) {

@@ -27,7 +27,8 @@ void frame_begin(enum frame_type type, uint32_t channel);
 void frame_number(enum tag tag, uint64_t value);
 void frame_bytes(enum tag tag, const void *data, size_t size);
 void frame_text(enum tag tag, const char *text);
-void frame_end(void);
+/* Returns the payload's size. */
+size_t frame_end(void);
 void frame_empty(enum frame_type type, uint32_t channel);
 /* ERROR; code is a positive or a negative errno. */
 void frame_error(uint32_t channel, int code, enum step step, const char *text);

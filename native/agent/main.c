@@ -19,6 +19,8 @@
 #include "link.h"
 #include "loop.h"
 #include "setup.h"
+#include "tree.h"
+#include "tunnel.h"
 
 enum { LISTEN_FD = 3, TRIM_MS = 1000 };
 
@@ -151,6 +153,9 @@ static const struct {
         { T_MKDIR, { PATH, MODE, FLAGS }, names_mkdir },
         { T_REMOVE, { PATH, FLAGS }, names_remove },
         { T_RENAME, { PATH, PATH2 }, names_rename },
+        { T_TREE_PUT, { PATH, FLAGS, UID, GID }, tree_put },
+        { T_TREE_GET, { PATH, LIMIT }, tree_get },
+        { T_CONNECT, { PORT, LIMIT }, tunnel_connect },
 };
 
 static bool channel_is_new(uint32_t channel) {

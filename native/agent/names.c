@@ -12,7 +12,6 @@ enum {
         MKDIR_PARENTS = 1,
         REMOVE_RECURSIVE = 2,
         SLICE = 256, /* entries per turn of the loop */
-        LIST_MAX = 64 << 20,
         REWINDS_MAX = 1000, /* a tenant that refills a directory as fast as we empty it wins in the end */
 };
 
@@ -65,11 +64,9 @@ static void lister_close(struct channel *channel) {
         walk_close(&CONTAINER_OF(channel, struct lister, channel)->walk);
 }
 
-static void lister_done(struct lister *l, int code) {
+static void lister_done(struct lister *l) {
         frame_begin(T_DONE, l->channel.id);
         frame_number(COUNT, l->count);
-        if (code != 0)
-                frame_number(ERRNO, (uint64_t) code);
         frame_end();
         channel_close(&l->channel);
 }
@@ -81,28 +78,25 @@ static bool lister_pump(struct source *source) {
         struct stat st;
 
         for (int i = 0; i < SLICE; i++) {
+                /* The last one may go beyond the limit by its own size. */
+                if (channel_credit(&l->channel, 1) == 0)
+                        return false; /* until CREDIT */
                 int r = level_next(level, &name);
                 if (r < 0) {
                         channel_fail(&l->channel, r, "read the directory");
                         return false;
                 }
                 if (r == 0) {
-                        lister_done(l, 0);
+                        lister_done(l);
                         return false;
                 }
                 if (fstatat(level->fd, name, &st, AT_SYMLINK_NOFOLLOW) < 0)
                         continue; /* gone meanwhile */
-                /* About what the frame takes: six integers, the name, a target. */
-                l->channel.sent += 100 + strlen(name) + (S_ISLNK(st.st_mode) ? (uint64_t) st.st_size : 0);
-                if (l->channel.sent > l->channel.limit) {
-                        lister_done(l, E2BIG);
-                        return false;
-                }
                 l->count++;
                 frame_begin(T_ENTRY, l->channel.id);
                 frame_bytes(NAME, name, strlen(name));
                 stat_fields(&st, level->fd, name);
-                frame_end();
+                l->channel.sent += frame_end();
         }
         return true;
 }
@@ -120,7 +114,7 @@ void names_list(uint32_t id, const struct args *args) {
         struct lister *l = channel_open(id, sizeof(*l), &class, lister_pump);
         if (!l)
                 return;
-        l->channel.limit = min_u64(number_or(args, LIMIT, LIST_MAX), LIST_MAX);
+        l->channel.limit = number_or(args, LIMIT, 0);
         int r = walk_enter(&l->walk, fd, ".");
         if (r < 0)
                 channel_fail(&l->channel, r, "open");

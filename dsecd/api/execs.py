@@ -1,0 +1,149 @@
+"""exec.*, session.* and port.*."""
+
+from __future__ import annotations
+
+import asyncio
+import signal as signals
+
+from dsecd.agent import files as ops
+from dsecd.agent.command import STDERR, STDOUT
+from dsecd.agent.frames import Tag, Type
+from dsecd.errors import DsecError
+from dsecd.sandbox.commands import Commands, how
+from dsecd.sandbox.manager import Manager
+from dsecd.sandbox.sessions import Sessions
+from dsecd.wire import base
+from dsecd.wire import execs as wire
+from dsecd.wire.server import Call
+
+
+class ExecApi:
+    """Commands in a sandbox."""
+
+    def __init__(self, manager: Manager) -> None:
+        self._manager = manager
+        self.commands = 0
+
+    async def _commands(self, ident: str) -> Commands:
+        live = await self._manager.running(ident)
+        assert live.commands is not None
+        return live.commands
+
+    async def _sessions(self, ident: str) -> Sessions:
+        live = await self._manager.running(ident)
+        assert live.sessions is not None
+        return live.sessions
+
+    async def run(self, call: Call, params: wire.Run) -> wire.Ran:
+        self.commands += 1
+        live = await self._manager.running(params.id)
+        assert live.commands is not None
+        result = await live.commands.run(params, call.peer.uid, call.received)
+        return await self._manager.judge(live, result)
+
+    async def start(self, call: Call, params: wire.Start) -> wire.Started:
+        self.commands += 1
+        return await (await self._commands(params.id)).start(params, call.peer.uid)
+
+    async def wait(self, call: Call, params: wire.Wait) -> wire.Ran:
+        live = await self._manager.running(params.id)
+        assert live.commands is not None
+        return await self._manager.judge(live, await live.commands.wait(params.exec_id))
+
+    async def attach(self, call: Call, params: wire.Attach) -> wire.Ran:
+        """Credit and output pass straight through between client and agent; nothing is held here."""
+        command = (await self._commands(params.id)).get(params.exec_id).command
+        if command.listened:
+            raise DsecError("conflict", f"command {params.exec_id} is attached to already")
+        at = {STDOUT: params.stdout_from, STDERR: params.stderr_from}
+
+        def output(stream: int, offset: int, data: memoryview) -> None:
+            at[stream] = offset + len(data)
+            call.notify("exec.output", base.ExecOutput(call.id, stream, offset, bytes(data)))
+
+        def limit(stream: int, value: int) -> None:
+            if stream in at:
+                command.follow(stream, at[stream], value)
+
+        command.listen(output)
+        call.on_limit = limit
+        try:
+            for stream, offset in at.items():
+                command.follow(stream, offset, offset + params.window)
+            ended = await asyncio.shield(command.ended)
+            await command.followed(at, ended)
+            return wire.Ran(exec_id=params.exec_id, **how(ended))
+        finally:
+            call.on_limit = None
+            command.listen(None)
+            for stream in at:
+                command.unfollow(stream)
+
+    async def stdin(self, call: Call, params: wire.Stdin) -> base.Empty:
+        command = (await self._commands(params.id)).get(params.exec_id).command
+        if params.data:
+            await command.feed(params.data)
+        if params.eof:
+            command.feed_eof()
+        return base.Empty()
+
+    async def signal(self, call: Call, params: wire.Signal) -> base.Empty:
+        command = (await self._commands(params.id)).get(params.exec_id).command
+        command.kill(signals.SIGKILL if params.all else params.signal, everything=params.all)
+        return base.Empty()
+
+    async def resize(self, call: Call, params: wire.Resize) -> base.Empty:
+        (await self._commands(params.id)).get(params.exec_id).command.resize(params.rows, params.cols)
+        return base.Empty()
+
+    async def list(self, call: Call, params: wire.ListExecs) -> wire.Execs:
+        return wire.Execs(execs=(await self._commands(params.id)).listing())
+
+    async def open(self, call: Call, params: wire.SessionOpen) -> wire.Session:
+        return await (await self._sessions(params.id)).open(params, call.peer.uid)
+
+    async def line(self, call: Call, params: wire.SessionRun) -> wire.Ran:
+        self.commands += 1
+        live = await self._manager.running(params.id)
+        assert live.sessions is not None
+        with live.use():
+            result = await live.sessions.get(params.session_id).run(params, call.received)
+        return await self._manager.judge(live, result)
+
+    async def close(self, call: Call, params: wire.SessionRef) -> base.Empty:
+        (await self._sessions(params.id)).close(params.session_id)
+        return base.Empty()
+
+    async def connect(self, call: Call, params: wire.PortConnect) -> wire.PortClosed:
+        """A tunnel: both directions until both have ended, or one end is gone."""
+        live = await self._manager.running(params.id)
+        with ops.Exchange(live.link, f"port {params.port}") as exchange, live.use():
+            exchange.request(Type.CONNECT, [(Tag.PORT, params.port)], ops.WINDOW)
+            kind, _ = await exchange.recv()
+            if kind is not Type.CONNECTED:
+                raise DsecError("internal", f"the agent answered {kind.name} to a connect")
+            inward = asyncio.ensure_future(self._inward(call, exchange))
+            try:
+                received = await self._outward(call, exchange, params.window)
+            finally:
+                inward.cancel()
+            return wire.PortClosed(sent=exchange.sent, received=received)
+
+    @staticmethod
+    async def _inward(call: Call, exchange: ops.Exchange) -> None:
+        async for chunk in call.inflow(ops.WINDOW):
+            await exchange.put(chunk)
+        exchange.put_eof()
+
+    @staticmethod
+    async def _outward(call: Call, exchange: ops.Exchange, window: int) -> int:
+        flow = call.outflow(window)
+        while True:
+            kind, payload = await exchange.recv()
+            if kind is Type.DATA:
+                await flow.write(payload)
+                exchange.took(len(payload), ops.WINDOW)
+            elif kind is Type.EOF:
+                call.notify("stream.eof", base.StreamEof(call.id))
+            elif kind is Type.DONE:
+                return flow.sent

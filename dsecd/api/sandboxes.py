@@ -1,0 +1,115 @@
+"""sandbox.* and lease.renew."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+import msgspec
+
+from dsecd.errors import DsecError
+from dsecd.sandbox.manager import Manager
+from dsecd.wire import base
+from dsecd.wire import sandbox as wire
+from dsecd.wire.server import Call
+
+AT_ONCE: Final = 64  # creations of one create_many under way; the backend bounds what really runs side by side
+
+
+class SandboxApi:
+    """All of them act through the manager."""
+
+    def __init__(self, manager: Manager) -> None:
+        self._manager = manager
+
+    async def create(self, call: Call, params: wire.Create) -> wire.Sandbox:
+        record = await self._manager.create(params.spec, _owner(call, params.spec), params.request_id or "")
+        return self._manager.public(record)
+
+    async def create_many(self, call: Call, params: wire.CreateMany) -> wire.Created:
+        specs = _specs(params)
+        limit = asyncio.Semaphore(AT_ONCE)
+
+        async def one(spec: wire.Spec) -> wire.CreateOne:
+            async with limit:
+                try:
+                    record = await self._manager.create(spec, _owner(call, spec), params.request_id or "")
+                    return wire.CreateOne(sandbox=self._manager.public(record))
+                except DsecError as exc:
+                    return wire.CreateOne(error=wire.Failed(exc.kind, exc.message, exc.infra, exc.retryable))
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(spec)) for spec in specs]
+        return wire.Created(results=[task.result() for task in tasks])
+
+    def get(self, call: Call, params: wire.ById) -> wire.Sandbox:
+        return self._manager.public(self._manager.record(params.id))
+
+    def list(self, call: Call, params: wire.List) -> wire.Sandboxes:
+        uid = call.peer.uid if params.mine else None
+        found = self._manager.all(params.states, params.labels, uid)
+        return wire.Sandboxes(sandboxes=[self._manager.public(record) for record in found])
+
+    async def wait(self, call: Call, params: wire.Wait) -> wire.Sandbox:
+        return self._manager.public(await self._manager.wait(params.id, set(params.states)))
+
+    async def stop(self, call: Call, params: wire.Stop) -> wire.Sandbox:
+        return self._manager.public(await self._manager.stop(params.id, params.reason))
+
+    async def stop_many(self, call: Call, params: wire.StopMany) -> wire.StoppedMany:
+        if not params.ids and not params.labels and not params.mine:
+            raise DsecError("invalid", "stop_many needs ids, labels or mine; it does not stop everything by default")
+        idents = list(params.ids)
+        if not idents:
+            uid = call.peer.uid if params.mine else None
+            idents = [record.id for record in self._manager.all((), params.labels, uid)]
+        results = await asyncio.gather(*(self._stop_quietly(ident) for ident in idents))
+        return wire.StoppedMany(stopped=sum(results))
+
+    async def _stop_quietly(self, ident: str) -> bool:
+        try:
+            await self._manager.stop(ident, "stopped by request")
+        except DsecError:
+            return False
+        return True
+
+    async def pause(self, call: Call, params: wire.ById) -> wire.Sandbox:
+        return self._manager.public(await self._manager.pause(params.id))
+
+    async def resume(self, call: Call, params: wire.ById) -> wire.Sandbox:
+        return self._manager.public(await self._manager.resume(params.id))
+
+    async def extend(self, call: Call, params: wire.Extend) -> wire.Sandbox:
+        record = await self._manager.extend(params.id, params.ttl_idle_s, params.ttl_total_s)
+        return self._manager.public(record)
+
+    async def renew(self, call: Call, params: wire.Renew) -> wire.Renewed:
+        return wire.Renewed(gone=self._manager.renew(params.ids, call.peer.uid))
+
+    async def stats(self, call: Call, params: wire.ById) -> wire.Stats:
+        return await self._manager.stats(params.id)
+
+    async def events(self, call: Call, params: wire.Events) -> base.Empty:
+        async for event in self._manager.events.follow(params.since):
+            if all(event.labels.get(key) == value for key, value in params.labels.items()):
+                message = wire.Event(
+                    call.id, event.seq, event.at, event.sandbox_id, event.event, event.state, event.text
+                )
+                await call.notify_bounded("sandbox.event", message)
+        return base.Empty()
+
+
+def _owner(call: Call, spec: wire.Spec) -> wire.Owner:
+    return wire.Owner(uid=call.peer.uid, pid=call.peer.pid, label=spec.owner)
+
+
+def _specs(params: wire.CreateMany) -> list[wire.Spec]:
+    if (params.spec is None) == (not params.specs):
+        raise DsecError("invalid", "create_many takes either spec with count, or specs")
+    if params.spec is None:
+        return params.specs
+    spec = params.spec
+    count = params.count or 1
+    if spec.name is None:
+        return [spec] * count
+    return [msgspec.structs.replace(spec, name=f"{spec.name}-{n}") for n in range(count)]

@@ -1,0 +1,572 @@
+"""The SDK: `DSecClient` and what it gives out. Asynchronous; `DSecSyncClient` is the same for plain code.
+
+    async with DSecClient() as client:
+        sandbox = await client.run_container(DSecContainerRunArgs(container_image="debian:12"))
+        result = await sandbox.run_shell("echo hello")
+        await sandbox.stop()
+
+Every call raises `DsecError`, with a kind of the closed list in docs/protocol.md; `infra` says not to count it against
+the model. Imports nothing of the daemon but the wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
+
+import msgspec
+
+from dsecd.errors import DsecError
+from dsecd.trees import TreeReport, pack, unpack_stream
+from dsecd.wire import base, daemon, execs, files
+from dsecd.wire import images as image_wire
+from dsecd.wire import sandbox as wire
+from dsecd.wire.peer import Peer, Pending
+from dsecd.wire.ssh import forwarded
+from dsecd.wire.stream import CHUNK
+
+__all__ = [
+    "DSecClient", "DSecContainerRunArgs", "DSecSyncClient", "DsecError", "ExecResult", "Process", "Sandbox",
+    "SandboxFailed", "Session", "Tunnel",
+]  # fmt: skip
+
+DEFAULT_URL: Final = "unix:///run/dsecd/dsecd.sock"
+INLINE: Final = 1 << 20  # up to this a file travels in the request itself
+
+
+@dataclass(kw_only=True)
+class DSecContainerRunArgs:
+    """What `run_container` starts. Sizes in MiB, times in seconds.
+
+    container_image: base image; workspace and toolkits are layers above it. ttl_running_stop: stop after so long without
+    a running command. lease_s: stop when this process is gone for so long (the SDK renews it).
+    """
+
+    container_image: str
+    workspace: str | None = None
+    toolkits: list[str] = field(default_factory=list)
+    memory_limit_mb: int = 1024
+    cpu_cores_limit: float = 1.0
+    disk_limit_mb: int = 4096
+    pids_limit: int = 512
+    ttl_running_stop: float | None = None
+    ttl_total: float | None = None
+    lease_s: float | None = None
+    network_rules: dict[str, bool] = field(default_factory=dict)
+    init_user: str | None = None
+    env: dict[str, str] = field(default_factory=dict)
+    workdir: str | None = None
+    hostname: str | None = None
+    name: str | None = None
+    labels: dict[str, str] = field(default_factory=dict)
+    owner: str = ""
+    on_expiry: wire.OnExpiry = "stop"
+
+    def spec(self) -> wire.Spec:
+        """As the wire has it."""
+        values = dict(
+            image=self.container_image, workspace=self.workspace, toolkits=self.toolkits, cpu=self.cpu_cores_limit,
+            memory_mb=self.memory_limit_mb, disk_mb=self.disk_limit_mb, pids=self.pids_limit,
+            network_rules=self.network_rules, env=self.env, workdir=self.workdir, user=self.init_user,
+            hostname=self.hostname, name=self.name, labels=self.labels, owner=self.owner,
+            ttl_idle_s=self.ttl_running_stop, ttl_total_s=self.ttl_total, on_expiry=self.on_expiry,
+            lease_s=self.lease_s,
+        )  # fmt: skip
+        return wire.Spec(**cast(dict[str, Any], values))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecResult:
+    """How a command ended. `stdout` and `stderr` are text that never fails to decode; `*_bytes` are exact.
+
+    exit_code is 128+n when signal n ended it. truncated: output went over the cap, `*_dropped` bytes of the middle
+    are missing. oom, pids_limit, disk_full: the sandbox hit that limit meanwhile.
+    """
+
+    exit_code: int
+    stdout_bytes: bytes
+    stderr_bytes: bytes
+    timed_out: bool
+    oom: bool
+    pids_limit: bool
+    disk_full: bool
+    stdout_dropped: int
+    stderr_dropped: int
+    queued_ms: float
+    ran_ms: float
+    cpu_ms: float
+    replayed: bool
+    exec_id: str
+
+    @property
+    def stdout(self) -> str:
+        return self.stdout_bytes.decode("utf-8", "replace")
+
+    @property
+    def stderr(self) -> str:
+        return self.stderr_bytes.decode("utf-8", "replace")
+
+    @property
+    def truncated(self) -> bool:
+        return bool(self.stdout_dropped or self.stderr_dropped)
+
+    @property
+    def ok(self) -> bool:
+        return self.exit_code == 0 and not self.timed_out
+
+
+def _result(ran: execs.Ran) -> ExecResult:
+    return ExecResult(
+        exit_code=ran.exit_code, stdout_bytes=ran.stdout, stderr_bytes=ran.stderr, timed_out=ran.timed_out,
+        oom=ran.oom, pids_limit=ran.pids_limit, disk_full=ran.disk_full, stdout_dropped=ran.stdout_dropped,
+        stderr_dropped=ran.stderr_dropped, queued_ms=ran.queued_ms, ran_ms=ran.ran_ms, cpu_ms=ran.cpu_ms,
+        replayed=ran.replayed, exec_id=ran.exec_id,
+    )  # fmt: skip
+
+
+class DSecClient:
+    """One connection to one daemon. Many calls may be under way at once.
+
+    url: `unix:///path` or `ssh://[user@]host[:port][/path]`; default $DSEC_URL, else the local daemon.
+    """
+
+    def __init__(self, url: str | None = None) -> None:
+        self.url = url or os.environ.get("DSEC_URL") or DEFAULT_URL
+        self._stack = contextlib.AsyncExitStack()
+        self._peer: Peer | None = None
+        self._leases: dict[str, float] = {}
+        self._renewer: asyncio.Task[None] | None = None
+
+    async def open(self) -> DSecClient:
+        """Connect and agree on the protocol."""
+        if self.url.startswith("ssh://"):
+            path = await self._stack.enter_async_context(forwarded(self.url))
+        elif self.url.startswith("unix://"):
+            path = self.url.removeprefix("unix://")
+        else:
+            raise DsecError("invalid", f"{self.url!r} is neither unix:///path nor ssh://host")
+        try:
+            self._peer = await Peer.connect_unix(path)
+            self._stack.push_async_callback(self._peer.aclose)
+            await self.call("daemon.hello", daemon.Hello(client=f"python/{os.getpid()}"))
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def close(self) -> None:
+        """Sandboxes go on; leases are not renewed any more."""
+        if self._renewer is not None:
+            self._renewer.cancel()
+            await asyncio.gather(self._renewer, return_exceptions=True)
+            self._renewer = None
+        await self._stack.aclose()
+        self._peer = None
+
+    async def __aenter__(self) -> DSecClient:
+        return await self.open()
+
+    async def __aexit__(self, *_exc: object) -> None:
+        await self.close()
+
+    @property
+    def peer(self) -> Peer:
+        if self._peer is None:
+            raise DsecError("invalid", "the client is not open: use `async with` or `await client.open()`")
+        return self._peer
+
+    async def call(self, method: str, params: base.Params) -> Any:
+        """Any method of the protocol, as its messages. The typed calls below are all made of it."""
+        return await self.peer.call(method, params)
+
+    # -- sandboxes ----------------------------------------------------------------------------------------------------
+    async def run_container(
+        self, args: DSecContainerRunArgs, *, timeout: float | None = None, request_id: str | None = None
+    ) -> Sandbox:
+        """Start one container (or get the one of that name)."""
+        params = wire.Create(spec=args.spec(), timeout_s=timeout, request_id=request_id)
+        return self._sandbox(await self.call("sandbox.create", params))
+
+    async def run_containers(
+        self, args: DSecContainerRunArgs | list[DSecContainerRunArgs], count: int | None = None, *,
+        timeout: float | None = None,
+    ) -> list[Sandbox | SandboxFailed]:  # fmt: skip
+        """Start many in one call: `count` of one kind, or one for each of a list. One result each, in order."""
+        if isinstance(args, list):
+            params = wire.CreateMany(specs=[one.spec() for one in args], timeout_s=timeout)
+        else:
+            params = wire.CreateMany(spec=args.spec(), count=count or 1, timeout_s=timeout)
+        made: wire.Created = await self.call("sandbox.create_many", params)
+        return [
+            self._sandbox(one.sandbox) if one.sandbox is not None else SandboxFailed(one.error) for one in made.results
+        ]
+
+    async def get(self, ident: str) -> Sandbox:
+        """A sandbox by id or name."""
+        return self._sandbox(await self.call("sandbox.get", wire.ById(id=ident)))
+
+    async def stop_many(self, sandboxes: Iterable[Sandbox]) -> int:
+        """Stop them side by side; returns how many were stopped."""
+        idents = [sandbox.id for sandbox in sandboxes]
+        if not idents:
+            return 0
+        for ident in idents:
+            self._leases.pop(ident, None)
+        done: wire.StoppedMany = await self.call("sandbox.stop_many", wire.StopMany(ids=idents))
+        return done.stopped
+
+    def _sandbox(self, info: wire.Sandbox) -> Sandbox:
+        return Sandbox(self, info)
+
+    # -- leases -------------------------------------------------------------------------------------------------------
+    def hold_lease(self, ident: str, lease_s: float) -> None:
+        """Renew this sandbox's lease in the background for as long as this client is open."""
+        self._leases[ident] = lease_s
+        if self._renewer is None:
+            self._renewer = asyncio.get_running_loop().create_task(self._renew())
+
+    async def _renew(self) -> None:
+        while self._leases:
+            await asyncio.sleep(min(self._leases.values()) / 3)
+            if self._leases:
+                with contextlib.suppress(DsecError):
+                    done: wire.Renewed = await self.call("lease.renew", wire.Renew(ids=list(self._leases)))
+                    for ident in done.gone:
+                        self._leases.pop(ident, None)
+        self._renewer = None
+
+    # -- images and the host ------------------------------------------------------------------------------------------
+    async def images(self) -> list[image_wire.Image]:
+        found: image_wire.Images = await self.call("image.list", image_wire.ListImages())
+        return found.images
+
+    async def import_image(
+        self, params: image_wire.Import, stream: AsyncIterator[bytes] | None = None, progress: Any = None
+    ) -> image_wire.Image:
+        """Import an image; `stream` gives its tar. progress(base.Progress) is called now and then."""
+
+        def notified(method: str, raw: msgspec.Raw) -> None:
+            if method == "progress" and progress is not None:
+                progress(msgspec.json.decode(raw, type=base.Progress))
+
+        pending = self.peer.start("image.import", params, notified=notified)
+        if stream is not None:
+            await self.pour(pending, stream)
+        return cast(image_wire.Image, await self.peer.finish(pending))
+
+    async def pour(self, pending: Pending, stream: AsyncIterator[bytes]) -> None:
+        """Send a stream under the server's credit. When the call ends early, its own error is what counts."""
+        assert pending.outflow is not None
+        try:
+            async for chunk in stream:
+                await pending.outflow.write(chunk)
+        except DsecError:
+            if not pending.future.done():
+                raise
+        except BaseException:
+            self.peer.notify("$/cancelRequest", base.Cancel(pending.ident))
+            raise
+        self.peer.end_upload(pending)
+
+    async def list(self, labels: Mapping[str, str] | None = None, *, mine: bool = False) -> list[Sandbox]:
+        """Those that are alive."""
+        found: wire.Sandboxes = await self.call("sandbox.list", wire.List(labels=dict(labels or {}), mine=mine))
+        return [self._sandbox(info) for info in found.sandboxes]
+
+
+class SandboxFailed(DsecError):
+    """One of many that could not be made: an entry of `run_containers`' result, not raised."""
+
+    def __init__(self, failed: wire.Failed | None) -> None:
+        failed = failed or wire.Failed("internal", "the daemon sent neither a sandbox nor an error")
+        super().__init__(cast(Any, failed.kind), failed.message, infra=failed.infra, retryable=failed.retryable)
+
+
+class Sandbox:
+    """One sandbox. `info` is what the daemon said last; `refresh` asks again."""
+
+    def __init__(self, client: DSecClient, info: wire.Sandbox) -> None:
+        self._client = client
+        self.info = info
+
+    @property
+    def id(self) -> str:
+        return self.info.id
+
+    def __repr__(self) -> str:
+        return f"<Sandbox {self.id} {self.info.state}>"
+
+    async def refresh(self) -> wire.Sandbox:
+        self.info = await self._client.call("sandbox.get", wire.ById(id=self.id))
+        return self.info
+
+    async def stop(self) -> None:
+        self._client._leases.pop(self.id, None)
+        self.info = await self._client.call("sandbox.stop", wire.Stop(id=self.id))
+
+    async def pause(self) -> None:
+        self.info = await self._client.call("sandbox.pause", wire.ById(id=self.id))
+
+    async def resume(self) -> None:
+        self.info = await self._client.call("sandbox.resume", wire.ById(id=self.id))
+
+    async def extend(self, *, ttl_running_stop: float | None = None, ttl_total: float | None = None) -> None:
+        params = wire.Extend(id=self.id, ttl_idle_s=ttl_running_stop, ttl_total_s=ttl_total)
+        self.info = await self._client.call("sandbox.extend", params)
+
+    async def stats(self) -> wire.Stats:
+        return cast(wire.Stats, await self._client.call("sandbox.stats", wire.ById(id=self.id)))
+
+    # -- commands -----------------------------------------------------------------------------------------------------
+    async def run_shell(self, command: str, **options: Any) -> ExecResult:
+        """Run a line with the image's /bin/sh. Options as in `exec`."""
+        return await self._run(execs.Run(id=self.id, shell=command), **options)
+
+    async def exec(self, argv: list[str], **options: Any) -> ExecResult:
+        """Run a program. timeout: seconds, then it is killed with all its descendants and `timed_out` is set.
+
+        stdin: bytes or text; env, cwd, user; cap_bytes: output kept per stream; request_id: the idempotency key.
+        """
+        return await self._run(execs.Run(id=self.id, argv=argv), **options)
+
+    async def _run(
+        self, params: execs.Run, *, timeout: float | None = None, stdin: bytes | str | None = None,
+        env: Mapping[str, str] | None = None, cwd: str | None = None, user: str | None = None,
+        cap_bytes: int = 8 << 20, request_id: str | None = None,
+    ) -> ExecResult:  # fmt: skip
+        data = stdin.encode() if isinstance(stdin, str) else stdin
+        if data is not None and len(data) > base.MAX_INLINE:
+            return await self._run_fed(params, data, timeout, env, cwd, user, cap_bytes, request_id)
+        params.timeout_s, params.stdin, params.env = timeout, data, dict(env or {})
+        params.cwd, params.user, params.cap_bytes, params.request_id = cwd, user, cap_bytes, request_id
+        return _result(await self._client.call("exec.run", params))
+
+    async def _run_fed(
+        self, params: execs.Run, data: bytes, timeout: float | None, env: Mapping[str, str] | None, cwd: str | None,
+        user: str | None, cap_bytes: int, request_id: str | None,
+    ) -> ExecResult:  # fmt: skip
+        """More stdin than one message holds: start, feed, wait."""
+        started = await self.start(
+            params.argv or ["/bin/sh", "-c", params.shell or ""], stdin=True, timeout=timeout, env=env, cwd=cwd,
+            user=user, cap_bytes=cap_bytes, request_id=request_id,
+        )  # fmt: skip
+        await started.write(data, eof=True)
+        return await started.wait()
+
+    async def start(
+        self, argv: list[str], *, stdin: bool = False, tty: bool = False, rows: int = 24, cols: int = 80,
+        timeout: float | None = None, env: Mapping[str, str] | None = None, cwd: str | None = None,
+        user: str | None = None, cap_bytes: int = 8 << 20, request_id: str | None = None,
+    ) -> Process:  # fmt: skip
+        """Start a program and go on."""
+        params = execs.Start(
+            id=self.id, argv=argv, stdin=stdin, tty=tty, rows=rows, cols=cols, timeout_s=timeout, env=dict(env or {}),
+            cwd=cwd, user=user, cap_bytes=cap_bytes, request_id=request_id,
+        )  # fmt: skip
+        started: execs.Started = await self._client.call("exec.start", params)
+        return Process(self._client, self.id, started.exec_id)
+
+    async def session(
+        self, *, shell: str = "/bin/sh", env: Mapping[str, str] | None = None, cwd: str | None = None,
+        user: str | None = None,
+    ) -> Session:  # fmt: skip
+        """Open a shell that keeps its directory and variables."""
+        params = execs.SessionOpen(id=self.id, shell=shell, env=dict(env or {}), cwd=cwd, user=user)
+        opened: execs.Session = await self._client.call("session.open", params)
+        return Session(self._client, self.id, opened.session_id)
+
+    # -- files --------------------------------------------------------------------------------------------------------
+    async def read_file(self, path: str | bytes, *, offset: int = 0, size: int = 0) -> bytes:
+        """The bytes of a file; size 0: to its end."""
+        peer = self._client.peer
+        params = files.Read(id=self.id, offset=offset, size=size, stream=True, **_path(path))
+        pending = peer.start("file.read", params, window=params.window)
+        assert pending.inflow is not None
+        chunks = [chunk async for chunk in pending.inflow]
+        await peer.finish(pending)
+        return b"".join(chunks)
+
+    async def write_file(
+        self, path: str | bytes, data: bytes | str, *, mode: int = 0o644, append: bool = False, exclusive: bool = False,
+        uid: int | None = None, gid: int | None = None,
+    ) -> int:  # fmt: skip
+        """Replace a file (by rename); parent directories are made. Returns its size."""
+        raw = data.encode() if isinstance(data, str) else data
+        params = files.Write(id=self.id, mode=mode, append=append, exclusive=exclusive, uid=uid, gid=gid, **_path(path))
+        if len(raw) <= INLINE:
+            params.data = raw
+            params.stream = False
+        else:
+            params.stream = True
+        pending = self._client.peer.start("file.write", params)
+        if params.stream:
+            await self._client.pour(pending, _chunks(raw))
+        done: files.Written = await self._client.peer.finish(pending)
+        return done.size
+
+    async def list_dir(self, path: str | bytes) -> list[files.Entry]:
+        found: files.Entries = await self._client.call("file.list", files.ListDir(id=self.id, **_path(path)))
+        return found.entries
+
+    async def stat(self, path: str | bytes, *, follow: bool = True) -> files.Stat:
+        params = files.StatParams(id=self.id, follow=follow, **_path(path))
+        return cast(files.Stat, await self._client.call("file.stat", params))
+
+    async def mkdir(self, path: str | bytes, *, mode: int = 0o755, parents: bool = True) -> None:
+        await self._client.call("file.mkdir", files.Mkdir(id=self.id, mode=mode, parents=parents, **_path(path)))
+
+    async def remove(self, path: str | bytes, *, recursive: bool = False) -> None:
+        await self._client.call("file.remove", files.Remove(id=self.id, recursive=recursive, **_path(path)))
+
+    async def rename(self, path: str | bytes, to: str | bytes) -> None:
+        target = _path(to)
+        params = files.Rename(id=self.id, to=target.get("path", ""), to_raw=target.get("path_raw"), **_path(path))
+        await self._client.call("file.rename", params)
+
+    async def upload(
+        self, local: str | os.PathLike[str], path: str | bytes, *, uid: int | None = 0, gid: int | None = None
+    ) -> TreeReport:
+        """Copy a local file's or directory's content below `path`. Everything belongs to uid unless that is None."""
+        pending = self._client.peer.start("tree.upload", files.Upload(id=self.id, uid=uid, gid=gid, **_path(path)))
+        local_issues: list[str] = []
+        await self._client.pour(pending, pack(local, local_issues))
+        done: files.TreeDone = await self._client.peer.finish(pending)
+        return TreeReport(done.entries, [*local_issues, *done.issues])
+
+    async def download(self, path: str | bytes, local: str | os.PathLike[str]) -> TreeReport:
+        """Copy what is below `path` into a local directory. Nothing is ever written outside it."""
+        peer = self._client.peer
+        params = files.Download(id=self.id, **_path(path))
+        pending = peer.start("tree.download", params, window=params.window)
+        assert pending.inflow is not None
+        issues = await unpack_stream(pending.inflow, local)
+        done: files.TreeDone = await peer.finish(pending)
+        return TreeReport(done.entries, [*done.issues, *issues])
+
+    async def connect_port(self, port: int) -> Tunnel:
+        """A byte tunnel to a TCP port inside."""
+        params = execs.PortConnect(id=self.id, port=port)
+        return Tunnel(self._client, self._client.peer.start("port.connect", params, window=params.window))
+
+
+class Process:
+    """A command that was started. `output` follows it; `wait` gives what was kept."""
+
+    def __init__(self, client: DSecClient, sandbox: str, ident: str) -> None:
+        self._client = client
+        self._ref: dict[str, Any] = {"id": sandbox, "exec_id": ident}
+        self.id = ident
+
+    async def wait(self, *, timeout: float | None = None) -> ExecResult:
+        """Its result. timeout: of this call, not of the command."""
+        return _result(await self._client.call("exec.wait", execs.Wait(timeout_s=timeout, **self._ref)))
+
+    async def write(self, data: bytes, *, eof: bool = False) -> None:
+        """Feed its stdin; waits while the command does not read."""
+        for start in range(0, len(data), CHUNK):
+            await self._client.call("exec.stdin", execs.Stdin(data=data[start : start + CHUNK], **self._ref))
+        if eof:
+            await self._client.call("exec.stdin", execs.Stdin(eof=True, **self._ref))
+
+    async def signal(self, number: int = 15, *, everything: bool = False) -> None:
+        await self._client.call("exec.signal", execs.Signal(signal=number, all=everything, **self._ref))
+
+    async def resize(self, rows: int, cols: int) -> None:
+        await self._client.call("exec.resize", execs.Resize(rows=rows, cols=cols, **self._ref))
+
+    async def output(self, *, stdout_from: int = 0, stderr_from: int = 0) -> AsyncIterator[tuple[int, bytes]]:
+        """(1, data) of stdout and (2, data) of stderr as they come, to the end. Not reading makes the command wait."""
+        peer = self._client.peer
+        queue: asyncio.Queue[base.ExecOutput | None] = asyncio.Queue()
+
+        def notified(method: str, raw: msgspec.Raw) -> None:
+            if method == "exec.output":
+                queue.put_nowait(msgspec.json.decode(raw, type=base.ExecOutput))
+
+        params = execs.Attach(stdout_from=stdout_from, stderr_from=stderr_from, **self._ref)
+        pending = peer.start("exec.attach", params, notified=notified)
+        pending.future.add_done_callback(lambda _f: queue.put_nowait(None))
+        try:
+            while (item := await queue.get()) is not None:
+                yield item.stream, item.data
+                limit = item.offset + len(item.data) + params.window
+                peer.notify("stream.credit", base.StreamCredit(pending.ident, limit, item.stream))
+            await peer.finish(pending)
+        finally:
+            if not pending.future.done():
+                peer.notify("$/cancelRequest", base.Cancel(pending.ident))
+
+
+class Session:
+    """An open shell."""
+
+    def __init__(self, client: DSecClient, sandbox: str, ident: str) -> None:
+        self._client = client
+        self._ref: dict[str, Any] = {"id": sandbox, "session_id": ident}
+        self.id = ident
+
+    async def run(
+        self, line: str, *, timeout: float | None = None, cap_bytes: int = 8 << 20, request_id: str | None = None
+    ) -> ExecResult:
+        """Run one line (or several) in it."""
+        params = execs.SessionRun(
+            shell=line, timeout_s=timeout, cap_bytes=cap_bytes, request_id=request_id, **self._ref
+        )
+        return _result(await self._client.call("session.run", params))
+
+    async def close(self) -> None:
+        await self._client.call("session.close", execs.SessionRef(**self._ref))
+
+    async def __aenter__(self) -> Session:
+        return self
+
+    async def __aexit__(self, *_exc: object) -> None:
+        await self.close()
+
+
+class Tunnel:
+    """Bytes to and from a port inside."""
+
+    def __init__(self, client: DSecClient, pending: Pending) -> None:
+        self._client = client
+        self._pending = pending
+
+    async def read(self) -> bytes:
+        """The next bytes; b"" at the end."""
+        assert self._pending.inflow is not None
+        return await self._pending.inflow.take()
+
+    async def write(self, data: bytes) -> None:
+        assert self._pending.outflow is not None
+        await self._pending.outflow.write(data)
+
+    def write_eof(self) -> None:
+        self._client.peer.end_upload(self._pending)
+
+    async def close(self) -> None:
+        if not self._pending.future.done():
+            self._client.peer.notify("$/cancelRequest", base.Cancel(self._pending.ident))
+        with contextlib.suppress(DsecError):
+            await self._client.peer.finish(self._pending)
+
+
+def _path(path: str | bytes) -> dict[str, Any]:
+    if isinstance(path, str):
+        return {"path": path}
+    try:
+        return {"path": path.decode()}
+    except UnicodeDecodeError:
+        return {"path_raw": path}
+
+
+async def _chunks(data: bytes) -> AsyncIterator[bytes]:
+    view = memoryview(data)
+    for start in range(0, len(view), CHUNK):
+        yield cast(bytes, view[start : start + CHUNK])
+
+
+from dsecd.client_sync import DSecSyncClient  # noqa: E402 - it wraps the classes above

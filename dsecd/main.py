@@ -1,0 +1,261 @@
+"""`dsecd`: read the configuration, build the rooms, take back what runs, serve until told to stop."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import ctypes
+import fcntl
+import grp
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from dsecd import __version__, notify
+from dsecd.api.table import handlers
+from dsecd.config import DEFAULT_PATH, Config, documented, load
+from dsecd.container.backend import ContainerBackend
+from dsecd.container.cgroup import Cgroups
+from dsecd.container.runtime import Runtime
+from dsecd.container.seccomp import command_filter
+from dsecd.disk import PoolConfig, open_pool
+from dsecd.erofs.mount import MountTable
+from dsecd.erofs.store import ImageStore
+from dsecd.errors import DsecError
+from dsecd.logs import set_up
+from dsecd.sandbox.admission import Admission, Capacity
+from dsecd.sandbox.cpus import CpuChooser
+from dsecd.sandbox.ids import Slots
+from dsecd.sandbox.live import Rooms
+from dsecd.sandbox.manager import Manager
+from dsecd.sandbox.recover import recover
+from dsecd.sandbox.replay import Replay
+from dsecd.sandbox.store import Store
+from dsecd.wire.base import Params
+from dsecd.wire.server import Call, Server
+
+log = logging.getLogger("dsecd")
+
+_HERE: Final = Path(__file__).resolve().parents[1]
+_PR_SET_CHILD_SUBREAPER: Final = 36
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status: 0 stopped as asked, 1 could not start, 2 bad command line."""
+    parser = argparse.ArgumentParser(prog="dsecd", description="The sandbox daemon of one host.")
+    parser.add_argument("-c", "--config", type=Path, help=f"configuration file (default {DEFAULT_PATH}, if it exists)")
+    parser.add_argument("--print-config", action="store_true", help="print all keys with their defaults, and exit")
+    parser.add_argument("--check-config", action="store_true", help="check the configuration file, and exit")
+    parser.add_argument("--version", action="version", version=f"dsecd {__version__}")
+    args = parser.parse_args(argv)
+    if args.print_config:
+        sys.stdout.write(documented())
+        return 0
+    try:
+        path = args.config or (DEFAULT_PATH if DEFAULT_PATH.exists() else None)
+        config = load(path) if path else Config()
+        if args.check_config:
+            return 0
+        set_up(config.log_level)
+        if os.geteuid() != 0:
+            raise DsecError("denied", "dsecd must be root: it mounts images and makes namespaces")
+        asyncio.run(_run(config))
+    except DsecError as exc:
+        sys.stderr.write(f"dsecd: {exc.message}\n")
+        return 1
+    return 0
+
+
+async def _run(config: Config) -> None:
+    _adapt_process()
+    state, run = Path(config.state_dir), Path(config.run_dir)
+    with contextlib.ExitStack() as stack:
+        _directories(state, run)
+        stack.enter_context(_lock(state))
+        listener = stack.enter_context(_listener(config))
+        manager, store, backend = await _build(config, state, run)
+        stack.callback(store.close)
+        notify.status("taking back sandboxes")
+        await manager.take_back()
+        await backend.mounts.adopt()
+        replay = Replay(store, lambda method, params, uid: recover(manager, method, params, uid))
+        await replay.trim()
+        await _serve(config, manager, replay, listener)
+        await backend.mounts.close()
+
+
+async def _build(config: Config, state: Path, run: Path) -> tuple[Manager, Store, Rooms]:
+    cgroups = Cgroups.detect(base=config.cgroup_base or None)
+    cgroups.prepare()
+    runtime = Runtime(config.runtime, _tool(config, "dsec-launch"), run / "runtime")
+    obstacle = cgroups.obstacle()
+    if obstacle and Path(runtime.program).name == "crun":
+        raise DsecError("unsupported", obstacle)
+    images = ImageStore(state / "images")
+    rooms = Rooms(
+        images=images,
+        mounts=MountTable(run / "images", images, linger_s=config.image_linger_s),
+        pool=await asyncio.to_thread(
+            open_pool, state, PoolConfig(driver=config.disk_driver, size_bytes=config.disk_pool_mb << 20)
+        ),
+        containers=ContainerBackend(
+            runtime, _tool(config, "dsec-agent"), run / "sandboxes", cgroups, command_filter(), _profile(config)
+        ),
+        slots=Slots(config.id_first_slot, config.id_last_slot),
+        cpus=CpuChooser(),
+    )
+    store = Store(state / "state.db")
+    return Manager(config.tag, rooms, store, Admission(await _capacity(config, rooms))), store, rooms
+
+
+async def _capacity(config: Config, rooms: Rooms) -> Capacity:
+    memory_mb = (os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) >> 20
+    _, disk = await asyncio.to_thread(rooms.pool.free)
+    cpus = len(os.sched_getaffinity(0))
+    return Capacity(
+        sandboxes=min(config.max_sandboxes, config.id_last_slot - config.id_first_slot + 1),
+        cpu=cpus * config.cpu_overcommit,
+        memory_mb=int(memory_mb * config.memory_overcommit),
+        disk_mb=int((disk >> 20) * config.disk_overcommit),
+        cpu_each=cpus,
+        memory_each_mb=memory_mb,
+    )
+
+
+async def _serve(config: Config, manager: Manager, replay: Replay, listener: socket.socket) -> None:
+    async def once(call: Call, params: Params, invoke: Any) -> Any:
+        try:
+            return await replay.once(call.name, params, call.peer.uid, invoke)
+        except asyncio.CancelledError:
+            if call.cancelled:
+                replay.cancel(params, call.peer.uid)
+            raise
+
+    table, daemon = handlers(config, manager)
+    server = daemon.server = Server(table, once)
+    await server.serve(listener)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    log.info("ready: %d sandboxes taken back", manager.admission.count)
+    watchdog = loop.create_task(notify.watchdog())
+    notify.ready(f"{manager.admission.count} sandboxes")
+    await stop.wait()
+    notify.stopping()
+    log.info("stopping; sandboxes go on")
+    watchdog.cancel()
+    manager.detach()
+    await replay.close()
+    await server.close()
+    await manager.close()
+
+
+# -- the process ------------------------------------------------------------------------------------------------------
+def _adapt_process() -> None:
+    """A daemon of thousands of descriptors whose grandchildren (containers' init) come back to it to be reaped."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    os.umask(0o022)
+
+
+def _directories(state: Path, run: Path) -> None:
+    try:
+        for path, mode in ((state, 0o711), (run, 0o755), (run / "sandboxes", 0o711), (run / "images", 0o711)):
+            path.mkdir(parents=True, exist_ok=True)
+            path.chmod(mode)
+    except OSError as exc:
+        raise DsecError("invalid", f"cannot make {exc.filename}: {exc.strerror}") from exc
+
+
+@contextlib.contextmanager
+def _lock(state: Path) -> Iterator[None]:
+    """One daemon for one state directory."""
+    fd = os.open(state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as exc:
+            raise DsecError("conflict", f"another dsecd runs on {state}") from exc
+        yield
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _listener(config: Config) -> Iterator[socket.socket]:
+    """The API socket: systemd's, or bound here. A stale socket is replaced, a live one refused."""
+    inherited = notify.listen_fd()
+    if inherited is not None:
+        with socket.socket(fileno=inherited) as sock:
+            sock.setblocking(False)
+            yield sock
+        return
+    path = Path(config.socket)
+    if path.exists() or path.is_symlink():
+        if not path.is_socket():
+            raise DsecError("conflict", f"{path} exists and is not a socket")
+        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
+            probe.connect(str(path))
+            raise DsecError("conflict", f"another daemon listens on {path}")
+        path.unlink()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK) as sock:
+        old = os.umask(0o177)
+        try:
+            sock.bind(str(path))
+        except OSError as exc:
+            raise DsecError("invalid", f"cannot listen on {path}: {exc.strerror}") from exc
+        finally:
+            os.umask(old)
+        _share(path, config.socket_group)
+        yield sock
+    path.unlink(missing_ok=True)
+
+
+def _share(path: Path, group: str) -> None:
+    try:
+        gid = grp.getgrnam(group).gr_gid
+    except KeyError:
+        log.warning("no group %s: only root can use %s, ignoring", group, path)
+        return
+    os.chown(path, 0, gid)
+    path.chmod(0o660)
+
+
+def _tool(config: Config, name: str) -> Path:
+    """One of our own programs: where the configuration says, installed, or just built."""
+    places = [Path(config.lib_dir)] if config.lib_dir else []
+    places += [
+        _HERE / "build/native",
+        Path(sys.prefix) / "lib/dsecd",
+        Path("/usr/lib/dsecd"),
+        Path("/usr/local/lib/dsecd"),
+    ]
+    for place in places:
+        if os.access(place / name, os.X_OK):
+            return place / name
+    raise DsecError("unsupported", f"{name} is not installed: run `make setup`")
+
+
+def _profile(config: Config) -> str:
+    if config.apparmor_profile != "auto":
+        return config.apparmor_profile
+    try:
+        loaded = Path("/sys/kernel/security/apparmor/profiles").read_text()
+    except OSError:
+        return ""
+    return "dsec-sandbox" if any(line.startswith("dsec-sandbox ") for line in loaded.splitlines()) else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

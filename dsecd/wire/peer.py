@@ -1,0 +1,242 @@
+"""The client's end of one connection: requests, streams, notifications. No policy, no reconnecting."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from dsecd.errors import KINDS, DsecError
+from dsecd.wire import base
+from dsecd.wire.framing import FrameTooLong, Lines
+from dsecd.wire.methods import METHODS
+from dsecd.wire.stream import Inflow, Outflow
+
+R = TypeVar("R", bound=base.Result)
+
+_RESULTS = {name: msgspec.json.Decoder(m.result).decode for name, m in METHODS.items()}
+_decode_data = msgspec.json.Decoder(base.StreamData).decode
+_decode_eof = msgspec.json.Decoder(base.StreamEof).decode
+_decode_credit = msgspec.json.Decoder(base.StreamCredit).decode
+
+
+class _Sub(msgspec.Struct):
+    """All that is needed to know which call a notification belongs to."""
+
+    sub: int | str
+
+
+_decode_sub = msgspec.json.Decoder(_Sub).decode
+
+Notified = Callable[[str, msgspec.Raw], None]
+READ: Final = 1 << 20
+
+
+class Pending:
+    """One request under way. `inflow` is set before sending when the server will stream to us."""
+
+    __slots__ = ("future", "ident", "inflow", "method", "notified", "outflow")
+
+    def __init__(self, ident: int, method: str, future: asyncio.Future[Any]) -> None:
+        self.ident = ident
+        self.method = method
+        self.future = future
+        self.inflow: Inflow | None = None
+        self.outflow: Outflow | None = None
+        self.notified: Notified | None = None
+
+
+class Peer(asyncio.Protocol):
+    """Use `connect_unix`. When the connection breaks every call gets `outcome_unknown` (or `network` if it only read)."""
+
+    def __init__(self) -> None:
+        self._lines = Lines()
+        self._pending: dict[int, Pending] = {}
+        self._ids = itertools.count(1)
+        self._transport: asyncio.Transport | None = None
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @classmethod
+    async def connect_unix(cls, path: str) -> Peer:
+        """`network` with what to do when nobody listens there."""
+        try:
+            _, peer = await asyncio.get_running_loop().create_unix_connection(cls, path)
+        except FileNotFoundError as exc:
+            raise DsecError("network", f"no daemon at {path}: is dsecd running?") from exc
+        except PermissionError as exc:
+            raise DsecError("denied", f"{path}: permission denied; join the group `dsec`") from exc
+        except OSError as exc:
+            raise DsecError("network", f"no daemon answers at {path}: {exc.strerror}") from exc
+        return peer
+
+    # -- asyncio.Protocol ---------------------------------------------------------------------------------------------
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.set_write_buffer_limits(high=4 << 20)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._writable.set()
+        pending, self._pending = self._pending, {}
+        for item in pending.values():
+            error = _broken(item.method)
+            if not item.future.done():
+                item.future.set_exception(error)
+                item.future.exception()
+            if item.inflow is not None:
+                item.inflow.fail(error)
+            if item.outflow is not None:
+                item.outflow.fail(error)
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for line in self._lines.feed(data):
+                self._message(base.decode_outgoing(line))
+        except (FrameTooLong, msgspec.DecodeError):
+            self.close()
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+    @property
+    def alive(self) -> bool:
+        return self._transport is not None
+
+    def start(self, method: str, params: base.Params, *, window: int = 0, notified: Notified | None = None) -> Pending:
+        """Send a request. window: the server may stream so many bytes ahead to us."""
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        pending = Pending(next(self._ids), method, future)
+        if self._transport is None:
+            raise DsecError("network", "the connection to the daemon is closed")
+        if window:
+            pending.inflow = Inflow(lambda limit: self._credit(pending, limit))
+            pending.inflow.preset(window)
+        if METHODS[method].upload:
+            pending.outflow = Outflow(0, lambda offset, data: self._data(pending, offset, data), self._drained)
+        pending.notified = notified
+        self._pending[pending.ident] = pending
+        self._send({"jsonrpc": "2.0", "id": pending.ident, "method": method, "params": params})
+        return pending
+
+    async def finish(self, pending: Pending) -> Any:
+        """Wait for the reply. Cancelled: the server is told."""
+        try:
+            return await pending.future
+        except asyncio.CancelledError:
+            if self._pending.pop(pending.ident, None) is not None:
+                self.notify("$/cancelRequest", base.Cancel(pending.ident))
+            raise
+
+    async def call(self, method: str, params: base.Params) -> Any:
+        return await self.finish(self.start(method, params))
+
+    def notify(self, method: str, params: Any) -> None:
+        if self._transport is not None:
+            self._send({"jsonrpc": "2.0", "method": method, "params": params})
+
+    def end_upload(self, pending: Pending) -> None:
+        self.notify("stream.eof", base.StreamEof(pending.ident))
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    async def aclose(self) -> None:
+        self.close()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self.closed
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+    def _send(self, message: dict[str, Any]) -> None:
+        if self._transport is not None:
+            line = base.encode(message)
+            if len(line) > base.MAX_FRAME:
+                raise DsecError("invalid", f"the request is {len(line)} bytes; at most {base.MAX_FRAME} fit")
+            self._transport.write(line + b"\n")
+
+    def _data(self, pending: Pending, offset: int, data: bytes) -> None:
+        self.notify("stream.data", base.StreamData(pending.ident, offset, data))
+
+    def _credit(self, pending: Pending, limit: int) -> None:
+        self.notify("stream.credit", base.StreamCredit(pending.ident, limit))
+
+    async def _drained(self) -> None:
+        if not self._writable.is_set():
+            await self._writable.wait()
+
+    def _message(self, message: base.Outgoing) -> None:
+        if message.method is not None:
+            self._notification(message.method, message.params)
+            return
+        pending = self._pending.pop(message.id, None) if isinstance(message.id, int) else None
+        if pending is None:
+            return
+        try:
+            outcome: Any = _error(message.error) if message.error is not None else None
+            if outcome is None:
+                outcome = _RESULTS[pending.method](message.result)
+        except msgspec.DecodeError as exc:
+            outcome = DsecError("internal", f"the daemon's answer to {pending.method} cannot be read: {exc}")
+        failed = isinstance(outcome, DsecError)
+        if not pending.future.done():
+            if failed:
+                pending.future.set_exception(outcome)
+                pending.future.exception()
+            else:
+                pending.future.set_result(outcome)
+        if pending.inflow is not None:
+            if failed:
+                pending.inflow.fail(outcome)
+            else:
+                pending.inflow.end()
+        if pending.outflow is not None:
+            pending.outflow.fail(outcome if failed else DsecError("invalid", f"{pending.method} has ended"))
+
+    def _notification(self, method: str, params: msgspec.Raw) -> None:
+        sub = _decode_sub(params).sub
+        pending = self._pending.get(sub) if isinstance(sub, int) else None
+        if pending is None:
+            return
+        if method == "stream.data" and pending.inflow is not None:
+            data = _decode_data(params)
+            pending.inflow.feed(data.offset, data.data)
+        elif method == "stream.eof" and pending.inflow is not None:
+            pending.inflow.end()
+        elif method == "stream.credit" and pending.outflow is not None:
+            pending.outflow.grant(_decode_credit(params).limit)
+        elif pending.notified is not None:
+            pending.notified(method, params)
+
+
+def _broken(method: str) -> DsecError:
+    """A call whose connection broke: it may have run, unless it changes nothing."""
+    text = f"the connection to the daemon broke during {method}"
+    if METHODS[method].once or METHODS[method].upload:
+        return DsecError("outcome_unknown", text + "; with a request_id it can be asked for again")
+    return DsecError("network", text)
+
+
+def _error(body: base.ErrorBody) -> DsecError:
+    data = body.data
+    kind = data.kind if data.kind in KINDS else "internal"
+    return DsecError(
+        kind,
+        body.message,
+        infra=data.infra,
+        retryable=data.retryable,
+        sandbox_id=data.sandbox_id,
+        detail=data.detail,
+    )

@@ -1,0 +1,337 @@
+"""The server loop: one connection, many calls in flight, exactly one reply each.
+
+`Connection` owns the socket and its calls. A handler gets a `Call` and decoded params and returns a result or raises
+`DsecError`; `_end` alone turns every way of ending into one reply. Tracebacks go to the log, and only for bugs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import socket
+import struct
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+import msgspec
+
+from dsecd.errors import CODES, DsecError
+from dsecd.wire import base
+from dsecd.wire.framing import FrameTooLong, Lines
+from dsecd.wire.methods import METHODS, Method
+from dsecd.wire.stream import Inflow, Outflow
+
+log = logging.getLogger("dsecd.wire")
+
+MAX_CALLS: Final = 20_000  # in flight on one connection; more are refused, so that a client cannot fill memory
+MAX_UNSENT: Final = 128 << 20  # replies a client does not read; then it is cut off
+PAUSE_AT: Final = 8 << 20
+
+Handler = Callable[["Call", Any], Any]
+Interceptor = Callable[["Call", Any, Callable[[], Awaitable[Any]]], Awaitable[Any]]
+
+_PARAMS = {name: msgspec.json.Decoder(m.params).decode for name, m in METHODS.items()}
+_decode_data = msgspec.json.Decoder(base.StreamData).decode
+_decode_eof = msgspec.json.Decoder(base.StreamEof).decode
+_decode_credit = msgspec.json.Decoder(base.StreamCredit).decode
+_decode_cancel = msgspec.json.Decoder(base.Cancel).decode
+
+
+class Peer(msgspec.Struct, frozen=True):
+    """Who is at the other end (SO_PEERCRED)."""
+
+    pid: int
+    uid: int
+    gid: int
+
+
+class Call:
+    """One request in flight. `received` is the monotonic time it was read."""
+
+    __slots__ = (
+        "_inflow", "_outflow", "cancelled", "connection", "id", "method", "name", "on_limit", "received", "task",
+    )  # fmt: skip
+
+    def __init__(self, connection: Connection, ident: int | str, name: str, method: Method) -> None:
+        self.connection = connection
+        self.id = ident
+        self.name = name
+        self.method = method
+        self.received = time.monotonic()
+        self.task: asyncio.Task[None] | None = None
+        self.cancelled = False  # by $/cancelRequest, not by a connection that broke
+        self.on_limit: Callable[[int, int], None] | None = None  # credit that is passed through: stream, limit
+        self._inflow: Inflow | None = None
+        self._outflow: Outflow | None = None
+
+    @property
+    def peer(self) -> Peer:
+        return self.connection.peer
+
+    def notify(self, method: str, params: object) -> None:
+        """Send a notification; it carries no credit, so only for small ones."""
+        self.connection.send(base.Notification("2.0", method, params))
+
+    async def notify_bounded(self, method: str, params: object) -> None:
+        """Send a notification and wait while the client is not reading."""
+        self.notify(method, params)
+        await self.connection.drained()
+
+    def inflow(self, window: int) -> Inflow:
+        """The bytes the client sends for this call; at most `window` of them are held here."""
+        if self._inflow is None:
+            self._inflow = Inflow(lambda limit: self.notify("stream.credit", base.StreamCredit(self.id, limit)))
+        self._inflow.widen(window)
+        return self._inflow
+
+    def outflow(self, window: int) -> Outflow:
+        """The byte stream to the client, never ahead of its credit."""
+
+        def send(offset: int, data: bytes) -> None:
+            self.notify("stream.data", base.StreamData(self.id, offset, data))
+
+        self._outflow = Outflow(window, send, self.connection.drained)
+        return self._outflow
+
+    def on_data(self, message: base.StreamData) -> None:
+        if self._inflow is None:
+            if not self.method.upload:
+                raise DsecError("invalid", f"{self.name} takes no stream")
+            self.inflow(0)
+        assert self._inflow is not None
+        self._inflow.feed(message.offset, message.data)
+
+    def on_eof(self) -> None:
+        if self._inflow is None and self.method.upload:
+            self.inflow(0)
+        if self._inflow is not None:
+            self._inflow.end()
+
+    def on_credit(self, message: base.StreamCredit) -> None:
+        if self.on_limit is not None:
+            self.on_limit(message.stream, message.limit)
+        if self._outflow is not None:
+            self._outflow.grant(message.limit)
+
+
+class Connection(asyncio.Protocol):
+    """One client."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._lines = Lines()
+        self._out: list[bytes] = []
+        self._batching = False
+        self._calls: dict[int | str, Call] = {}
+        self._transport: asyncio.Transport | None = None
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self.peer = Peer(0, 0, 0)
+        self.closed = asyncio.get_running_loop().create_future()
+
+    # -- asyncio.Protocol ---------------------------------------------------------------------------------------------
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.set_write_buffer_limits(high=PAUSE_AT)
+        sock = transport.get_extra_info("socket")
+        pid, uid, gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        self.peer = Peer(pid, uid, gid)
+        self._server.connections.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._writable.set()
+        self._server.connections.discard(self)
+        for call in list(self._calls.values()):
+            if call.task is not None:
+                call.task.cancel()
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+        if self._transport is not None:
+            self._transport.pause_reading()  # a client that does not read is not read from
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+        if self._transport is not None:
+            self._transport.resume_reading()
+
+    def data_received(self, data: bytes) -> None:
+        self._batching = True
+        try:
+            for line in self._lines.feed(data):
+                self._line(line)
+        except FrameTooLong:
+            self._fail(None, DsecError("invalid", f"a message is longer than {base.MAX_FRAME} bytes"))
+            self.flush()
+            self.close()
+        finally:
+            self._batching = False
+            self.flush()
+
+    # -- sending ------------------------------------------------------------------------------------------------------
+    def send(self, message: object) -> None:
+        if self._transport is None:
+            return
+        self._out.append(base.encode(message))
+        if not self._batching:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._out and self._transport is not None:
+            self._out.append(b"")
+            self._transport.write(b"\n".join(self._out))
+            if self._transport.get_write_buffer_size() > MAX_UNSENT:
+                log.warning("client pid %d does not read its replies, cutting it off", self.peer.pid)
+                self._transport.abort()
+        self._out.clear()
+
+    async def drained(self) -> None:
+        """Wait until the client has read enough; ConnectionError when it is gone."""
+        if not self._writable.is_set():
+            await self._writable.wait()
+        if self._transport is None:
+            raise ConnectionResetError("the client is gone")
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    # -- receiving ----------------------------------------------------------------------------------------------------
+    def _line(self, line: bytes) -> None:
+        try:
+            message = base.decode_incoming(line)
+        except (msgspec.DecodeError, RecursionError) as exc:
+            self._fail(None, DsecError("invalid", f"not a request: {_reason(exc)}"), code=-32700)
+            return
+        if message.id is None:
+            self._notification(message)
+        else:
+            self._request(message.id, message)
+
+    def _notification(self, message: base.Incoming) -> None:
+        try:
+            match message.method:
+                case "stream.data":
+                    data = _decode_data(message.params)
+                    if (call := self._calls.get(data.sub)) is not None:
+                        call.on_data(data)
+                case "stream.eof":
+                    if (call := self._calls.get(_decode_eof(message.params).sub)) is not None:
+                        call.on_eof()
+                case "stream.credit":
+                    credit = _decode_credit(message.params)
+                    if (call := self._calls.get(credit.sub)) is not None:
+                        call.on_credit(credit)
+                case "$/cancelRequest":
+                    call = self._calls.get(_decode_cancel(message.params).id)
+                    if call is not None and call.task is not None:
+                        call.cancelled = True
+                        call.task.cancel()
+                case _:
+                    raise DsecError("invalid", f"unknown notification {message.method[:80]!r}")
+        except (msgspec.DecodeError, RecursionError) as exc:
+            self._fail(None, DsecError("invalid", f"{message.method[:80]}: {_reason(exc)}"))
+        except DsecError as exc:
+            self._fail(None, exc)
+
+    def _request(self, ident: int | str, message: base.Incoming) -> None:
+        self._server.requests += 1
+        method = METHODS.get(message.method)
+        handler = self._server.handlers.get(message.method)
+        if method is None or handler is None:
+            self._fail(ident, DsecError("invalid", f"unknown method {message.method[:80]!r}"), code=-32601)
+            return
+        if ident in self._calls:
+            self._fail(ident, DsecError("invalid", f"request id {ident!r} is still in flight"))
+            return
+        if len(self._calls) >= MAX_CALLS:
+            self._fail(ident, DsecError("capacity", f"more than {MAX_CALLS} requests in flight on one connection"))
+            return
+        try:
+            params = _PARAMS[message.method](message.params)
+        except (msgspec.DecodeError, RecursionError) as exc:
+            self._fail(ident, DsecError("invalid", f"{message.method}: {_reason(exc)}"))
+            return
+        call = Call(self, ident, message.method, method)
+        if message.method in self._server.plain:
+            try:
+                self.send(base.Success("2.0", ident, handler(call, params)))
+            except Exception as exc:  # noqa: BLE001 - the one place that ends a plain request
+                self._fail_any(call, exc)
+            return
+        self._calls[ident] = call
+        call.task = asyncio.get_running_loop().create_task(self._run(call, handler, params))
+
+    async def _run(self, call: Call, handler: Handler, params: base.Params) -> None:
+        try:
+            if params.request_id is not None and call.method.once and self._server.interceptor is not None:
+                result = await self._server.interceptor(call, params, lambda: handler(call, params))
+            elif params.timeout_s is not None and not call.method.own_timeout:
+                async with asyncio.timeout(params.timeout_s):
+                    result = await handler(call, params)
+            else:
+                result = await handler(call, params)
+            self.send(base.Success("2.0", call.id, result))
+        except asyncio.CancelledError:
+            self._fail(call.id, DsecError("timeout", f"{call.name} was cancelled", detail={"cancelled": True}))
+        except TimeoutError:
+            self._fail(call.id, DsecError("timeout", f"{call.name} did not end within {params.timeout_s} s"))
+        except Exception as exc:  # noqa: BLE001 - the one place that ends a request
+            self._fail_any(call, exc)
+        finally:
+            self._calls.pop(call.id, None)
+
+    def _fail_any(self, call: Call, exc: Exception) -> None:
+        if isinstance(exc, ConnectionError) and self._transport is None:
+            return
+        if not isinstance(exc, DsecError):
+            log.error("%s failed: a bug, please report it", call.name, exc_info=exc)
+            exc = DsecError("internal", f"{call.name} failed: {type(exc).__name__} (the daemon's log has more)")
+        self._fail(call.id, exc)
+
+    def _fail(self, ident: int | str | None, exc: DsecError, code: int | None = None) -> None:
+        data = base.ErrorData(exc.kind, exc.infra, exc.retryable, exc.sandbox_id, exc.detail)
+        body = base.ErrorBody(CODES[exc.kind] if code is None else code, exc.message, data)
+        self.send(base.Failure("2.0", ident, body))
+
+
+class Server:
+    """Listens, and holds what all connections share."""
+
+    def __init__(self, handlers: dict[str, Handler], interceptor: Interceptor | None = None) -> None:
+        unknown = handlers.keys() - METHODS.keys()
+        assert not unknown, f"handlers for unknown methods: {unknown}"
+        self.handlers = handlers
+        self.plain = {name for name, handler in handlers.items() if not inspect.iscoroutinefunction(handler)}
+        self.interceptor = interceptor
+        self.connections: set[Connection] = set()
+        self.requests = 0
+        self._listener: asyncio.Server | None = None
+
+    async def serve(self, sock: socket.socket) -> None:
+        """Start to accept on a bound AF_UNIX stream socket."""
+        loop = asyncio.get_running_loop()
+        self._listener = await loop.create_unix_server(lambda: Connection(self), sock=sock, backlog=1024)
+
+    async def close(self) -> None:
+        """Stop to accept, cancel what runs, close every connection."""
+        if self._listener is not None:
+            self._listener.close()
+        waits = [c.closed for c in self.connections]
+        for connection in list(self.connections):
+            connection.flush()
+            connection.close()
+        if waits:
+            await asyncio.wait(waits, timeout=2)
+
+
+def _reason(exc: Exception) -> str:
+    if isinstance(exc, RecursionError):
+        return "nested too deeply"
+    return str(exc)[:300]

@@ -1,0 +1,7 @@
+/* TREE_PUT and TREE_GET: directory trees as tar streams. */
+#pragma once
+
+#include "frame.h"
+
+void tree_put(uint32_t channel, const struct args *args);
+void tree_get(uint32_t channel, const struct args *args);

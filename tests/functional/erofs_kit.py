@@ -1,0 +1,170 @@
+"""What the image tests share: tars made in memory, trees read back as the vectors describe them, imports, leftovers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import io
+import json
+import os
+import stat
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from dsecd.erofs.jobs import run_import
+from dsecd.erofs.model import ImportJob, Limits, Manifest, Progress
+from dsecd.erofs.mount import MountTable
+from dsecd.erofs.store import ImageStore
+
+DATA = Path(__file__).parent.parent / "data"
+TRICKY = DATA / "oci-tricky" / "oci"
+EXPECTED = DATA / "oci-tricky" / "expected.json"
+
+TYPES = {"dir": tarfile.DIRTYPE, "symlink": tarfile.SYMTYPE, "link": tarfile.LNKTYPE, "fifo": tarfile.FIFOTYPE,
+         "char": tarfile.CHRTYPE, "file": tarfile.REGTYPE}  # fmt: skip
+
+
+class Tar:
+    """`Tar().dir("etc").file("etc/x", b"...").done()` is the bytes of an archive."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        self._out = io.BytesIO()
+        self._tar = tarfile.open(fileobj=self._out, mode="w", format=tarfile.PAX_FORMAT, **kwargs)  # noqa: SIM115
+
+    def add(self, kind: str, name: str, data: bytes = b"", *, xattrs: dict[str, str] | None = None, **fields: Any) -> Tar:
+        info = tarfile.TarInfo(name)
+        info.type = TYPES[kind]
+        info.mode = 0o755 if kind == "dir" else 0o644
+        info.size = len(data)
+        info.mtime = 1_700_000_000
+        info.pax_headers = {f"SCHILY.xattr.{key}": value for key, value in (xattrs or {}).items()}
+        for key, value in fields.items():
+            setattr(info, key, value)
+        self._tar.addfile(info, io.BytesIO(data))
+        return self
+
+    def dir(self, name: str, **fields: Any) -> Tar:
+        return self.add("dir", name, **fields)
+
+    def file(self, name: str, data: bytes = b"", **fields: Any) -> Tar:
+        return self.add("file", name, data, **fields)
+
+    def symlink(self, name: str, target: str) -> Tar:
+        return self.add("symlink", name, linkname=target)
+
+    def link(self, name: str, target: str) -> Tar:
+        return self.add("link", name, linkname=target)
+
+    def done(self) -> bytes:
+        self._tar.close()
+        return self._out.getvalue()
+
+
+def tar_of_directory(directory: Path) -> bytes:
+    return subprocess.run(["tar", "-C", directory, "-cf", "-", "."], check=True, capture_output=True).stdout
+
+
+@contextlib.contextmanager
+def input_of(data: bytes) -> Iterator[int]:
+    with tempfile.TemporaryFile() as f:
+        f.write(data)
+        f.seek(0)
+        yield f.fileno()
+
+
+async def imported(
+    store: ImageStore,
+    data: bytes,
+    *,
+    name: str = "x",
+    kind: str = "base",
+    progress: Callable[[Progress], None] = lambda _: None,
+    limits: Limits | None = None,
+    **fields: Any,
+) -> Manifest:
+    with input_of(data) as fd:
+        job = ImportJob(kind=kind, name=name, **fields)  # type: ignore[arg-type]
+        return await run_import(store, job, input_fd=fd, progress=progress, limits=limits)
+
+
+def import_now(store: ImageStore, data: bytes, **fields: Any) -> Manifest:
+    return asyncio.run(imported(store, data, **fields))
+
+
+def tree_of(top: Path) -> dict[str, Any]:
+    """A mounted tree in the form of the vectors' expected.json."""
+    tree: dict[str, Any] = {}
+    inodes: dict[int, list[str]] = {}
+    for where, dirs, files in os.walk(os.fsencode(top)):
+        for name in dirs + files:
+            path = os.path.join(where, name)
+            key = os.path.relpath(path, os.fsencode(top))
+            tree[key.hex()] = _described(path, key)
+            found = os.lstat(path)
+            if not stat.S_ISDIR(found.st_mode) and found.st_nlink > 1:
+                inodes.setdefault(found.st_ino, []).append(key.hex())
+    return {"tree": tree, "hardlinks": sorted(sorted(group) for group in inodes.values())}
+
+
+def _described(path: bytes, key: bytes) -> dict[str, Any]:
+    found = os.lstat(path)
+    kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "dir", stat.S_IFLNK: "symlink", stat.S_IFIFO: "fifo",
+             stat.S_IFCHR: "char", stat.S_IFBLK: "block"}  # fmt: skip
+    kind = kinds[stat.S_IFMT(found.st_mode)]
+    entry: dict[str, Any] = {
+        "path": key.decode("utf-8", "backslashreplace"), "type": kind, "mode": f"{stat.S_IMODE(found.st_mode):#o}",
+        "uid": found.st_uid, "gid": found.st_gid,
+    }  # fmt: skip
+    if kind == "file":
+        with open(path, "rb") as f:
+            entry |= {"size": found.st_size, "sha256": hashlib.file_digest(f, "sha256").hexdigest()}
+    if kind == "symlink":
+        entry["target"] = os.fsdecode(os.readlink(path))
+    if kind in ("char", "block"):
+        entry["rdev"] = [os.major(found.st_rdev), os.minor(found.st_rdev)]
+    xattrs = {n: os.getxattr(path, n, follow_symlinks=False).hex() for n in os.listxattr(path, follow_symlinks=False)}
+    if xattrs:
+        entry["xattrs"] = xattrs
+    return entry
+
+
+def expected() -> dict[str, Any]:
+    document = json.loads(EXPECTED.read_text())
+    return {"tree": document["tree"], "hardlinks": sorted(sorted(group) for group in document["hardlinks"])}
+
+
+async def mounted_tree(store: ImageStore, run_dir: Path, manifest: Manifest, **table_fields: Any) -> dict[str, Any]:
+    table = MountTable(run_dir, store, linger_s=0, **table_fields)
+    try:
+        async with table.hold(manifest.digest) as path:
+            return await asyncio.to_thread(tree_of, path)
+    finally:
+        await table.close()
+
+
+def leftovers(store: Path, run_dir: Path) -> list[str]:
+    """Mounts, loop devices, directories and processes that a test of ours left."""
+    left = [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(run_dir) in line]
+    for backing in Path("/sys/block").glob("loop*/loop/backing_file"):
+        with contextlib.suppress(OSError):
+            if (name := backing.read_text().strip()).startswith(str(store)):
+                left.append(f"{backing}: {name}")
+    left += [str(p) for p in store.glob("tmp-*")] + [str(p) for p in store.glob("trash-*")]
+    left += [str(p) for p in run_dir.iterdir()] if run_dir.exists() else []
+    return left + [f"importer {pid}" for pid in importers(store)]
+
+
+def importers(store: Path) -> list[str]:
+    """Process ids of importers that work in this store."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            command = process.read_bytes()
+            if b"dsecd.erofs.importer" in command and os.fsencode(store) in command:
+                found.append(process.parent.name)
+    return found
