@@ -54,7 +54,7 @@ def mmdebstrap(job: ImportJob, work: Path) -> Fetching:
     """Started; its standard output is the tar. It has namespaces of its own: its mounts and children end with it."""
     command = [
         "unshare", "--mount", "--propagation=private", "--pid", "--fork", "--kill-child", "--mount-proc",
-        "mmdebstrap", "--mode=root", "--variant=minbase", "--format=tar", "--quiet",
+        "mmdebstrap", "--mode=root", "--variant=minbase", "--format=tar",
     ]  # fmt: skip
     if job.packages:
         command.append("--include=" + ",".join(job.packages))
