@@ -42,8 +42,8 @@ INLINE: Final = 1 << 20  # up to this a file travels in the request itself
 class DSecContainerRunArgs:
     """What `run_container` starts. Sizes in MiB, times in seconds.
 
-    container_image: base image; workspace and toolkits are layers above it. ttl_running_stop: stop after so long without
-    a running command. lease_s: stop when this process is gone for so long (the SDK renews it).
+    container_image: base image; workspace and toolkits are layers above it. ttl_running_stop: stop after so long
+    without a running command. lease_s: stop when this process is gone for so long (the SDK renews it).
     """
 
     container_image: str
@@ -68,7 +68,7 @@ class DSecContainerRunArgs:
 
     def spec(self) -> wire.Spec:
         """As the wire has it."""
-        values = dict(
+        return wire.Spec(
             image=self.container_image, workspace=self.workspace, toolkits=self.toolkits, cpu=self.cpu_cores_limit,
             memory_mb=self.memory_limit_mb, disk_mb=self.disk_limit_mb, pids=self.pids_limit,
             network_rules=self.network_rules, env=self.env, workdir=self.workdir, user=self.init_user,
@@ -76,7 +76,6 @@ class DSecContainerRunArgs:
             ttl_idle_s=self.ttl_running_stop, ttl_total_s=self.ttl_total, on_expiry=self.on_expiry,
             lease_s=self.lease_s,
         )  # fmt: skip
-        return wire.Spec(**cast(dict[str, Any], values))
 
 
 @dataclass(frozen=True, kw_only=True)

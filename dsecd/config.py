@@ -18,6 +18,8 @@ from msgspec import Meta, Struct
 
 from dsecd.errors import DsecError
 
+Level = Literal["debug", "info", "warning", "error"]
+DiskDriver = Literal["auto", "btrfs", "prjquota", "loop-btrfs"]
 DEFAULT_PATH: Final = Path("/etc/dsecd/dsecd.toml")
 
 
@@ -30,39 +32,42 @@ class Config(Struct, kw_only=True, forbid_unknown_fields=True):
     """All keys, with their defaults."""
 
     host_tag: Annotated[
-        str, doc("First part of every sandbox id; must differ between hosts. Empty: made from the host name.",
-                 pattern=r"^[a-z0-9]{0,16}$")] = ""  # fmt: skip
+        str,
+        doc(
+            "First part of every sandbox id, unique in a fleet. Empty: from the host name.", pattern=r"^[a-z0-9]{0,16}$"
+        ),
+    ] = ""
     socket: Annotated[str, doc("API socket. Ignored under socket activation.")] = "/run/dsecd/dsecd.sock"
     socket_group: Annotated[str, doc("Group that may use the API socket.")] = "dsec"
     state_dir: Annotated[str, doc("Durable state: registry, images, writable disks.")] = "/var/lib/dsecd"
     run_dir: Annotated[str, doc("State of this boot: agent sockets, image mounts.")] = "/run/dsecd"
     lib_dir: Annotated[str, doc("Where dsec-agent and dsec-launch are. Empty: look in the usual places.")] = ""
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], doc("Least level that is logged.")] = "info"
+    log_level: Annotated[Level, doc("Least level that is logged.")] = "info"
 
     runtime: Annotated[str, doc("OCI runtime: a name on PATH or a path (crun, runc, runsc).")] = "crun"
     cgroup_base: Annotated[
-        str, doc("Parent cgroup of sandboxes, delegated to dsecd. Empty: dsecd-sandboxes.service under systemd, "
-                 "else /dsecd.")] = ""  # fmt: skip
+        str, doc("Parent cgroup of sandboxes. Empty: that of dsecd-sandboxes.service under systemd, else /dsecd.")
+    ] = ""
     apparmor_profile: Annotated[
-        str, doc("AppArmor profile of commands. `auto`: dsec-sandbox where it is loaded. Empty: none.")] = "auto"  # fmt: skip
-    id_first_slot: Annotated[
-        int, doc("First user id range: ids from this times 2^20 belong to sandboxes.", ge=1, le=4000)] = 1  # fmt: skip
+        str, doc("AppArmor profile of commands. `auto`: dsec-sandbox where it is loaded. Empty: none.")
+    ] = "auto"
+    id_first_slot: Annotated[int, doc("First user id range; range n begins at n times 2^20.", ge=1, le=4000)] = 1
     id_last_slot: Annotated[int, doc("Last user id range.", ge=1, le=4094)] = 4094
 
-    disk_driver: Annotated[
-        Literal["auto", "btrfs", "prjquota", "loop-btrfs"], doc("How writable space is limited.")] = "auto"  # fmt: skip
+    disk_driver: Annotated[DiskDriver, doc("How writable space is limited.")] = "auto"
     disk_pool_mb: Annotated[
-        int, doc("Size of the loop-btrfs pool in MiB; 0: 80 % of the free space at first start.",
-                 ge=0, le=1 << 30)] = 0  # fmt: skip
-    image_linger_s: Annotated[
-        float, doc("An image nobody uses stays mounted so long.", ge=0, le=86400)] = 30.0  # fmt: skip
+        int, doc("Size of the loop-btrfs pool in MiB; 0: 80 % of the free space at first start.", ge=0, le=1 << 30)
+    ] = 0
+    image_linger_s: Annotated[float, doc("Seconds an unused image stays mounted.", ge=0, le=86400)] = 30.0
     image_max_mb: Annotated[int, doc("Largest image, unpacked, in MiB.", ge=1, le=1 << 26)] = 65_536
     insecure_registries: Annotated[
-        list[str], doc("Registries (host:port) reached over plain HTTP; loopback ones always may be.")] = []  # fmt: skip
+        list[str], doc("Registries (host:port) reached over plain HTTP; loopback ones always may be.")
+    ] = []
 
     max_sandboxes: Annotated[int, doc("Most sandboxes alive at once.", ge=1, le=4094)] = 4000
     cpu_overcommit: Annotated[
-        float, doc("Cores promised for each real one. Most sandboxes idle most of the time.", gt=0, le=1000)] = 64.0  # fmt: skip
+        float, doc("Cores promised for each real one; most sandboxes idle most of the time.", gt=0, le=1000)
+    ] = 64.0
     memory_overcommit: Annotated[float, doc("Memory promised for each real byte.", gt=0, le=100)] = 8.0
     disk_overcommit: Annotated[float, doc("Disk promised for each byte of the pool.", gt=0, le=100)] = 8.0
 

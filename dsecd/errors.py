@@ -1,7 +1,7 @@
 """The one exception of the project and the closed list of error kinds.
 
-Everything that can go wrong for a reason a caller may care about is a `DsecError` with one of `KINDS`. The wire turns it
-into one reply; the SDK turns the reply back into the same class. Anything else that reaches the top is a bug and is
+Everything that can go wrong for a reason a caller may care about is a `DsecError` with one of `KINDS`. The wire turns
+it into one reply; the SDK turns the reply back into the same class. Anything else that reaches the top is a bug and is
 reported as `internal`.
 """
 

@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
 _ENV: Final = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C.UTF-8"}
@@ -80,8 +81,7 @@ def start_time(pid: int) -> int | None:
     A pid read from a file is believed only together with this.
     """
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            rest = file.read().rpartition(b")")[2].split()
+        rest = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if rest[0] in (b"Z", b"X") else int(rest[19])

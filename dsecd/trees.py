@@ -81,7 +81,7 @@ def _file(
 ) -> Iterator[bytes]:
     """Header and content of one file, cut or padded to the size in its header when it changes meanwhile."""
     try:
-        file = open(path, "rb")  # noqa: SIM115 - closed below; a failure must not hide one of the writes
+        file = open(path, "rb")  # noqa: SIM115, PTH123 - closed below; a failure must not hide one of the writes
     except OSError as exc:
         issues.append(f"{info.name}: {exc.strerror}")
         return

@@ -35,7 +35,7 @@ class Kept(msgspec.Struct):
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """How it ended. code: 0..255, 128+signal when a signal ended it. why: 0 by itself, 1 timeout, 2 killed by request."""
+    """How it ended. code: 0..255, 128+signal when a signal ended it. why: 0 by itself, 1 timeout, 2 by request."""
 
     code: int
     signal: int
@@ -60,8 +60,8 @@ class Command(Channel):
     """One command. It lives on when nobody looks; `forget` drops its record in the agent."""
 
     __slots__ = (
-        "_fetched", "_on_credit", "_on_more", "_on_output", "_output", "complete", "ended", "meta", "started", "stdin_limit",
-        "stdin_sent",
+        "_fetched", "_on_credit", "_on_more", "_on_output", "_output", "complete", "ended", "meta", "started",
+        "stdin_limit", "stdin_sent",
     )  # fmt: skip
 
     def __init__(self, link: AgentLink, meta: bytes = b"", number: int | None = None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from pathlib import Path
 
 from dsecd.config import Config
 from dsecd.erofs.jobs import run_import
@@ -108,7 +109,7 @@ class ImageApi:
 
 def _host_suite() -> str:
     """The Debian suite this host runs (os-release)."""
-    with open("/etc/os-release") as file:
+    with Path("/etc/os-release").open() as file:
         for line in file:
             name, _, value = line.strip().partition("=")
             if name == "VERSION_CODENAME":

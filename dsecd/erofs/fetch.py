@@ -28,6 +28,13 @@ _SKOPEO_SAYS: Final[tuple[tuple[str, Kind], ...]] = (
     ("unsupported", "image"), ("unexpected end of json", "image"), ("does not match", "image"),
 )  # fmt: skip
 
+_MMDEBSTRAP_SAYS: Final[tuple[tuple[str, Kind], ...]] = (
+    ("No space left on device", "disk_full"), ("Unable to locate package", "not_found"),
+    ("has no installation candidate", "not_found"), ("Could not resolve", "network"),
+    ("Could not connect", "network"), ("Connection failed", "network"), ("Connection timed out", "network"),
+    ("does not have a Release file", "not_found"), ("404  Not Found", "not_found"), ("Failed to fetch", "network"),
+)  # fmt: skip
+
 Report = Callable[[str, int], None]
 
 
@@ -55,6 +62,8 @@ def mmdebstrap(job: ImportJob, work: Path) -> Fetching:
     command = [
         "unshare", "--mount", "--propagation=private", "--pid", "--fork", "--kill-child", "--mount-proc",
         "mmdebstrap", "--mode=root", "--variant=minbase", "--format=tar",
+        # Nothing here survives a crash anyway, so dpkg need not sync; the option itself stays out of the image.
+        "--dpkgopt=force-unsafe-io", '--customize-hook=rm -f "$1/etc/dpkg/dpkg.cfg.d/99mmdebstrap"',
     ]  # fmt: skip
     if job.packages:
         command.append("--include=" + ",".join(job.packages))
@@ -67,12 +76,9 @@ def check_bootstrap(fetching: Fetching) -> None:
     if fetching.process.wait() == 0:
         return
     text = fetching.said()
-    if "No space left on device" in text:
-        raise DsecError("disk_full", "no space left for mmdebstrap in the store")
-    if "Unable to locate package" in text or "has no installation candidate" in text:
-        raise DsecError("not_found", f"mmdebstrap: {_last_line(text, 'E: ')}")
-    if any(sign in text for sign in ("Could not resolve", "Failed to fetch", "Could not connect", "Connection failed")):
-        raise DsecError("network", f"mmdebstrap: {_last_line(text, 'E: ')}")
+    for sign, kind in _MMDEBSTRAP_SAYS:
+        if sign in text:
+            raise DsecError(kind, f"mmdebstrap: {_last_line(text, sign)}")
     raise DsecError("image", f"mmdebstrap failed: {_last_line(text, 'E: ')}")
 
 

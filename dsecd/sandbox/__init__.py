@@ -1,1 +1,1 @@
-"""Specs, the table of life-cycle moves, the registry, admission, deadlines, commands. Does no mount and no netns itself."""
+"""Life-cycle moves, the registry, admission, deadlines, commands. Does no mount and makes no netns itself."""

@@ -110,7 +110,7 @@ class Replay:
         await self._store.write([("DELETE FROM requests WHERE at < ?", (time.time() - KEEP_S,))])
 
     async def close(self) -> None:
-        """The daemon stops: what runs is given up without an answer, so that the next daemon can say what became of it."""
+        """The daemon stops: what runs is let go of without an answer; the next daemon is asked what became of it."""
         self._closing = True
         tasks = [running.task for running in self._running.values()]
         for task in tasks:

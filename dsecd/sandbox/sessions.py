@@ -1,8 +1,8 @@
 """Sessions: one shell of the image that keeps its directory and variables between lines.
 
 The shell reads its lines from a pipe. After each line it reports the status on a control pipe (fd 9) that the line
-itself does not have, and prints the same nonce on stdout and stderr, so that output is attributed exactly. A line can at
-most confuse its own session: nothing it prints is trusted beyond that.
+itself does not have, and prints the same nonce on stdout and stderr, so that output is attributed exactly. A line can
+at most confuse its own session: nothing it prints is trusted beyond that.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Pending:
 
 
 class Peer(asyncio.Protocol):
-    """Use `connect_unix`. When the connection breaks every call gets `outcome_unknown` (or `network` if it only read)."""
+    """Use `connect_unix`. When the connection breaks, calls get `outcome_unknown`, or `network` if they only read."""
 
     def __init__(self) -> None:
         self._lines = Lines()
