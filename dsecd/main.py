@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import ctypes
 import fcntl
 import grp
 import logging
@@ -44,7 +43,6 @@ from dsecd.wire.server import Call, Server
 log = logging.getLogger("dsecd")
 
 _HERE: Final = Path(__file__).resolve().parents[1]
-_PR_SET_CHILD_SUBREAPER: Final = 36
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -160,12 +158,10 @@ async def _serve(config: Config, manager: Manager, replay: Replay, listener: soc
 
 # -- the process ------------------------------------------------------------------------------------------------------
 def _adapt_process() -> None:
-    """A daemon of thousands of descriptors whose grandchildren (containers' init) come back to it to be reaped."""
+    """A daemon of thousands of descriptors. Containers' init processes are the host's init's, which reaps them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     os.umask(0o022)
 
 
