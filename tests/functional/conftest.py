@@ -1,0 +1,131 @@
+"""Fixtures of functional tests, a ladder: base_tar → daemon (base imported) → sandbox (running). Root, this host."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import daemonkit
+import leftovers
+import pytest
+from daemonkit import BASE, Daemon, run
+
+from dsecd.client import DSecSyncClient
+from dsecd.client_sync import SyncSandbox
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if os.geteuid() == 0:
+        return
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.skip(reason="needs root"))
+
+
+@pytest.fixture(scope="session")
+def base_tar() -> Path:
+    """A small Debian with Python, as a tar."""
+    return daemonkit.base_tar()
+
+
+@pytest.fixture(scope="session")
+def backend() -> str:
+    """The backend that cases run on."""
+    return "container"
+
+
+def _daemon(directory: Path, watched: list[Path], base_tar: Path) -> Iterator[Daemon]:
+    one = Daemon(directory)
+    watched += [one.directory, one.run_dir]
+    leftovers.tolerated.append(one.tolerates)
+    try:
+        one.start()
+
+        async def fill() -> None:
+            async with one.client() as client:
+                await one.import_tar(client, base_tar)
+
+        run(fill())
+        yield one
+    finally:
+        left = one.destroy()
+        leftovers.tolerated.remove(one.tolerates)
+    assert not left, f"dsecd left behind: {left}"
+
+
+@pytest.fixture(scope="session")
+def daemon(tmp_path_factory: pytest.TempPathFactory, watched: list[Path], base_tar: Path) -> Iterator[Daemon]:
+    """The daemon that most tests share. Do not stop it."""
+    yield from _daemon(tmp_path_factory.mktemp("daemon"), watched, base_tar)
+
+
+@pytest.fixture
+def fresh_daemon(tmp_path_factory: pytest.TempPathFactory, watched: list[Path], base_tar: Path) -> Iterator[Daemon]:
+    """One for this test alone: stop it, kill it, start it again."""
+    yield from _daemon(tmp_path_factory.mktemp("fresh"), watched, base_tar)
+
+
+@pytest.fixture
+def client(daemon: Daemon) -> Iterator[DSecSyncClient]:
+    """The blocking SDK."""
+    with DSecSyncClient(daemon.url) as client:
+        yield client
+
+
+@pytest.fixture
+def sandbox(client: DSecSyncClient) -> Iterator[SyncSandbox]:
+    """One running container."""
+    with client.run_container(daemonkit.container_args(container_image=BASE)) as sandbox:
+        yield sandbox
+
+
+@pytest.fixture(autouse=True)
+def daemon_is_clean(nothing_left: None, request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test ends its sandboxes, and the shared daemon keeps no descriptor and no zombie of it."""
+    shared: Daemon | None = request.getfixturevalue("daemon") if "daemon" in request.fixturenames else None
+    if shared is None:
+        yield
+        return
+    before, open_before, logged = shared.sandboxes(), _kinds(shared.pid), shared.log_size()
+    yield
+    request.node.add_report_section("teardown", "dsecd's log", shared.log_since(logged)[-20_000:])
+    if shared.process is None or shared.process.poll() is not None:
+        pytest.fail(f"the shared daemon is gone:\n{shared.tail()}", pytrace=False)
+    left = [f"sandbox {ident} ({state})" for ident, state in shared.sandboxes().items() if ident not in before]
+    for ident in shared.sandboxes().keys() - before.keys():
+        shared.ask("sandbox.stop", {"id": ident})
+    left += _grown(shared, open_before) + leftovers.left(set(), lambda: set(shared.zombies()))
+    if left:
+        pytest.fail("left in the daemon:\n  " + "\n  ".join(left), pytrace=False)
+
+
+def _kinds(pid: int) -> dict[str, int]:
+    """How many descriptors of each kind: `socket`, `anon_inode:[pidfd]`, or a path."""
+    counts: dict[str, int] = {}
+    for item in leftovers.descriptors(pid):
+        kind = item.split(" ", 2)[2].split(":[", 1)[0] if ":[" in item else item.split(" ", 2)[2]
+        counts[kind] = counts.get(kind, 0) + 1
+    return counts
+
+
+def _grown(daemon: Daemon, before: dict[str, int]) -> list[str]:
+    deadline = time.monotonic() + 3
+    while True:
+        grown = {kind: n - before.get(kind, 0) for kind, n in _kinds(daemon.pid).items() if n > before.get(kind, 0)}
+        if not grown or time.monotonic() > deadline:
+            return [f"{n} more descriptors of the daemon: {kind}" for kind, n in grown.items()]
+        time.sleep(0.02)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """A failure shows the log of every daemon that runs."""
+    outcome = yield
+    report = outcome.get_result()  # type: ignore[attr-defined]
+    if report.failed:
+        for daemon in daemonkit.running:
+            report.sections.append((f"dsecd's log ({daemon.directory.name})", daemon.tail()))

@@ -1,0 +1,280 @@
+"""A real dsecd for tests: its own process, directories, socket, control groups and user ids."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, TypeVar
+
+import leftovers
+
+from dsecd.client import DSecClient, DSecContainerRunArgs, Sandbox
+from dsecd.erofs import fetch
+from dsecd.erofs.model import ImportJob
+from dsecd.wire import images as image_wire
+
+T = TypeVar("T")
+
+PACKAGES = ("procps", "python3-minimal")
+BASE = "base:test"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsecd"
+CGROUP_BASE = f"/dsecd-test-{os.getpid()}"
+_numbers = iter(range(10_000))
+running: list[Daemon] = []
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """asyncio.run, for tests that read better so."""
+    return asyncio.run(work)
+
+
+# -- the base image ---------------------------------------------------------------------------------------------------
+def host_suite() -> str:
+    for line in Path("/etc/os-release").read_text().splitlines():
+        if line.startswith("VERSION_CODENAME="):
+            return line.partition("=")[2].strip('"')
+    raise RuntimeError("this host is not Debian")
+
+
+def base_tar() -> Path:
+    """A small Debian with Python, made once and kept: the recipe is in its name."""
+    suite = host_suite()
+    key = sha256(repr((suite, PACKAGES, 1)).encode()).hexdigest()[:12]
+    target = CACHE / f"test-base-{suite}-{key}.tar"
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with open(CACHE / "test-base.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            _bootstrap(suite, target)
+    return target
+
+
+def _bootstrap(suite: str, target: Path) -> None:
+    job = ImportJob(kind="base", name="x", origin="bootstrap", suite=suite, packages=PACKAGES, source="mmdebstrap")
+    with tempfile.TemporaryDirectory(dir=CACHE) as work, open(f"{work}/tar", "wb") as out:
+        fetching = fetch.mmdebstrap(job, Path(work))
+        assert fetching.process.stdout is not None
+        with fetching.process.stdout:
+            shutil.copyfileobj(fetching.process.stdout, out, 1 << 20)
+        fetch.check_bootstrap(fetching)
+        os.close(fetching.log)
+        os.rename(f"{work}/tar", target)
+
+
+async def chunks_of(path: Path) -> AsyncIterator[bytes]:
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            yield chunk
+
+
+# -- the daemon -------------------------------------------------------------------------------------------------------
+class Daemon:
+    """One state directory and the daemon on it. `start` and `stop` as often as a test likes; `destroy` at the end."""
+
+    def __init__(self, directory: Path, **config: Any) -> None:
+        number = next(_numbers)
+        self.directory = directory
+        # A socket path is at most 107 bytes, and pytest's directories are long.
+        self._short = Path(tempfile.mkdtemp(prefix="dsecd-t", dir="/tmp"))
+        self._short.chmod(0o711)  # sandboxes walk to their root file systems through it
+        self.state, self.run_dir = directory / "state", self._short / "run"
+        self.socket = self._short / "sock"
+        self.log = directory / "dsecd.log"
+        self.cgroup_base = f"{CGROUP_BASE}-{number}"
+        self.config = {
+            "host_tag": f"t{number}", "socket": str(self.socket), "state_dir": str(self.state),
+            "run_dir": str(self.run_dir), "cgroup_base": self.cgroup_base, "log_level": "debug", "disk_pool_mb": 8192,
+            # Each daemon of a session has ids of its own; other daemons of this host most likely have lower ones.
+            "id_first_slot": 1100 + 300 * (number % 9), "id_last_slot": 1399 + 300 * (number % 9),
+            **config,
+        }  # fmt: skip
+        self.process: subprocess.Popen[bytes] | None = None
+        self.pids: list[int] = []
+        directory.mkdir(parents=True, exist_ok=True)
+        self.write_config()
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self.socket}"
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    def write_config(self) -> Path:
+        path = self.directory / "dsecd.toml"
+        path.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in self.config.items()))
+        return path
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+    def spawn(self) -> subprocess.Popen[bytes]:
+        """The process alone, not waited for."""
+        with open(self.log, "ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "dsecd.main", "-c", str(self.write_config())],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/",
+            )  # fmt: skip
+
+    def start(self, timeout: float = 30.0) -> Daemon:
+        """Start it and wait until it answers."""
+        assert self.process is None
+        self.process = self.spawn()
+        self.pids.append(self.pid)
+        deadline = time.monotonic() + timeout
+        while True:
+            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+                probe.connect(str(self.socket))
+                break
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"dsecd did not start (status {self.process.poll()}):\n{self.tail()}")
+            time.sleep(0.01)
+        running.append(self)
+        return self
+
+    def stop(self, timeout: float = 20.0) -> int:
+        """SIGTERM; returns its exit status."""
+        return self._end(signal.SIGTERM, timeout)
+
+    def kill(self) -> int:
+        """SIGKILL."""
+        return self._end(signal.SIGKILL, 10)
+
+    def restart(self, *, politely: bool = True) -> Daemon:
+        if politely:
+            status = self.stop()
+            assert status == 0, f"dsecd ended with {status}:\n{self.tail()}"
+        else:
+            self.kill()
+        return self.start()
+
+    def _end(self, number: int, timeout: float) -> int:
+        process, self.process = self.process, None
+        assert process is not None
+        if self in running:
+            running.remove(self)
+        process.send_signal(number)
+        try:
+            return process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise RuntimeError(f"dsecd did not stop within {timeout} s:\n{self.tail()}") from None
+
+    def destroy(self) -> list[str]:
+        """Stop all sandboxes, then the daemon; take the pool away. Returns what dsecd itself left behind."""
+        if self.process is not None:
+            with contextlib.suppress(Exception):
+                run(self._stop_all())
+            self.stop()
+        found = leftovers.mounts_below([self.run_dir]) | {
+            item for item in leftovers.cgroups_named(os.getpid()) if re.search(re.escape(self.cgroup_base) + "/.", item)
+        }
+        self._clear()
+        return sorted(found)
+
+    async def _stop_all(self) -> None:
+        async with self.client() as client:
+            await client.stop_many(await client.list())
+
+    def _clear(self) -> None:
+        for item in sorted(leftovers.mounts_below([self.directory, self._short]), reverse=True):
+            subprocess.run(["umount", "-l", item.removeprefix("mount ")], check=False)
+        # Deepest first; on a hybrid host every hierarchy has its own.
+        for item in sorted(leftovers.cgroups_named(os.getpid()), key=len, reverse=True):
+            path = Path(item.removeprefix("cgroup "))
+            if f"{self.cgroup_base}/" in f"{path}/":
+                with contextlib.suppress(OSError):
+                    path.rmdir()
+        shutil.rmtree(self._short, ignore_errors=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    # -- looking ------------------------------------------------------------------------------------------------------
+    def tail(self, lines: int = 80) -> str:
+        try:
+            return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+        except OSError:
+            return ""
+
+    def log_size(self) -> int:
+        return self.log.stat().st_size if self.log.exists() else 0
+
+    def log_since(self, size: int) -> str:
+        with open(self.log, "rb") as file:
+            file.seek(size)
+            return file.read().decode(errors="replace")
+
+    def client(self) -> DSecClient:
+        return DSecClient(self.url)
+
+    def ask(self, method: str, params: dict[str, Any] | None = None) -> dict[str, Any]:
+        """One call without the SDK, for fixtures."""
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.settimeout(30)
+            sock.connect(str(self.socket))
+            request = {"jsonrpc": "2.0", "id": 1, "method": method, "params": params or {}}
+            sock.sendall(json.dumps(request).encode() + b"\n")
+            with sock.makefile("rb") as reader:
+                reply: dict[str, Any] = json.loads(reader.readline())
+        return reply
+
+    def sandboxes(self) -> dict[str, str]:
+        """Id and state of all that are not over."""
+        return {one["id"]: one["state"] for one in self.ask("sandbox.list")["result"]["sandboxes"]}
+
+    def zombies(self) -> list[str]:
+        """Children of the daemon that ended and were not waited for."""
+        found = []
+        for entry in os.listdir("/proc"):
+            if entry.isdigit():
+                with contextlib.suppress(OSError):
+                    text = Path(f"/proc/{entry}/stat").read_text()
+                    state, parent = text.rpartition(")")[2].split()[:2]
+                    if state == "Z" and int(parent) in self.pids:
+                        found.append(f"zombie {text.partition(' (')[0]} of the daemon")
+        return found
+
+    def tolerates(self, item: str) -> bool:
+        """Things of a running daemon that come by themselves and stay: mounted images, the parent groups."""
+        return item.startswith(f"mount {self.run_dir}/images/") or (
+            item.startswith("cgroup ") and item.endswith(self.cgroup_base)
+        )
+
+    # -- shortcuts ----------------------------------------------------------------------------------------------------
+    async def import_tar(self, client: DSecClient, path: Path, name: str = BASE, **params: Any) -> image_wire.Image:
+        return await client.import_image(image_wire.Import(name=name, **params), chunks_of(path))
+
+
+@contextlib.asynccontextmanager
+async def sandbox_of(daemon: Daemon, **args: Any) -> AsyncIterator[Sandbox]:
+    """A client of its own and one running container; both are over at the end."""
+    async with daemon.client() as client:
+        sandbox = await client.run_container(container_args(**args))
+        try:
+            yield sandbox
+        finally:
+            await sandbox.stop()
+
+
+def container_args(**args: Any) -> DSecContainerRunArgs:
+    """Small ones from the test base."""
+    values: dict[str, Any] = {"container_image": BASE, "memory_limit_mb": 256, "disk_limit_mb": 512, **args}
+    return DSecContainerRunArgs(**values)
+
+
+def lines_of(values: Iterator[Any] | list[Any]) -> str:
+    return "\n  ".join(str(value) for value in values)
