@@ -16,7 +16,7 @@ from dsecd.errors import DsecError
 
 log = logging.getLogger("dsecd.agent")
 
-WRITE_HIGH: Final = 1 << 20
+WRITE_HIGH: Final = 512 << 10
 MAX_RECORDS: Final = 4096
 
 

@@ -79,7 +79,7 @@ class Peer(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        transport.set_write_buffer_limits(high=4 << 20)
+        transport.set_write_buffer_limits(high=512 << 10)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -106,7 +106,10 @@ class Peer(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             for line in self._lines.feed(data):
-                self._message(base.decode_outgoing(line))
+                if line.startswith(base.STREAM_DATA_PREFIX):
+                    self._stream_data(base.decode_stream_data(line).params)
+                else:
+                    self._message(base.decode_outgoing(line))
         except (FrameTooLong, msgspec.DecodeError):
             self.close()
 
@@ -145,7 +148,7 @@ class Peer(asyncio.Protocol):
 
     def notify(self, method: str, params: Any) -> None:
         if self._transport is not None:
-            self._send({"jsonrpc": "2.0", "method": method, "params": params})
+            self._send(base.Notification("2.0", method, params))
 
     def end_upload(self, pending: Pending) -> None:
         self.notify("stream.eof", base.StreamEof(pending.ident))
@@ -160,7 +163,7 @@ class Peer(asyncio.Protocol):
             await self.closed
 
     # -- inside -------------------------------------------------------------------------------------------------------
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, message: Any) -> None:
         if self._transport is not None:
             line = base.encode(message)
             if len(line) > base.MAX_FRAME:
@@ -205,14 +208,18 @@ class Peer(asyncio.Protocol):
         if pending.outflow is not None:
             pending.outflow.fail(outcome if failed else DsecError("invalid", f"{pending.method} has ended"))
 
+    def _stream_data(self, data: base.StreamData) -> None:
+        pending = self._pending.get(data.sub) if isinstance(data.sub, int) else None
+        if pending is not None and pending.inflow is not None:
+            pending.inflow.feed(data.offset, data.data)
+
     def _notification(self, method: str, params: msgspec.Raw) -> None:
         sub = _decode_sub(params).sub
         pending = self._pending.get(sub) if isinstance(sub, int) else None
         if pending is None:
             return
-        if method == "stream.data" and pending.inflow is not None:
-            data = _decode_data(params)
-            pending.inflow.feed(data.offset, data.data)
+        if method == "stream.data":
+            self._stream_data(_decode_data(params))
         elif method == "stream.eof" and pending.inflow is not None:
             pending.inflow.end()
         elif method == "stream.credit" and pending.outflow is not None:

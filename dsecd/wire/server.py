@@ -27,7 +27,7 @@ log = logging.getLogger("dsecd.wire")
 
 MAX_CALLS: Final = 20_000  # in flight on one connection; more are refused, so that a client cannot fill memory
 MAX_UNSENT: Final = 128 << 20  # replies a client does not read; then it is cut off
-PAUSE_AT: Final = 8 << 20
+PAUSE_AT: Final = 512 << 10
 
 Handler = Callable[["Call", Any], Any]
 Interceptor = Callable[["Call", Any, Callable[[], Awaitable[Any]]], Awaitable[Any]]
@@ -205,9 +205,15 @@ class Connection(asyncio.Protocol):
     # -- receiving ----------------------------------------------------------------------------------------------------
     def _line(self, line: bytes) -> None:
         try:
+            if line.startswith(base.STREAM_DATA_PREFIX):
+                self._stream_data(base.decode_stream_data(line).params)
+                return
             message = base.decode_incoming(line)
         except (msgspec.DecodeError, RecursionError) as exc:
             self._fail(None, DsecError("invalid", f"not a request: {_reason(exc)}"), code=-32700)
+            return
+        except DsecError as exc:
+            self._fail(None, exc)
             return
         if message.id is None:
             self._notification(message)
@@ -218,9 +224,7 @@ class Connection(asyncio.Protocol):
         try:
             match message.method:
                 case "stream.data":
-                    data = _decode_data(message.params)
-                    if (call := self._calls.get(data.sub)) is not None:
-                        call.on_data(data)
+                    self._stream_data(_decode_data(message.params))
                 case "stream.eof":
                     if (call := self._calls.get(_decode_eof(message.params).sub)) is not None:
                         call.on_eof()
@@ -239,6 +243,11 @@ class Connection(asyncio.Protocol):
             self._fail(None, DsecError("invalid", f"{message.method[:80]}: {_reason(exc)}"))
         except DsecError as exc:
             self._fail(None, exc)
+
+    def _stream_data(self, data: base.StreamData) -> None:
+        call = self._calls.get(data.sub)
+        if call is not None:
+            call.on_data(data)
 
     def _request(self, ident: int | str, message: base.Incoming) -> None:
         self._server.requests += 1
