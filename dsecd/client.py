@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
@@ -27,7 +27,7 @@ from dsecd.wire import images as image_wire
 from dsecd.wire import sandbox as wire
 from dsecd.wire.peer import Peer, Pending
 from dsecd.wire.ssh import forwarded
-from dsecd.wire.stream import CHUNK
+from dsecd.wire.stream import CHUNK, Inflow
 
 __all__ = [
     "DSecClient", "DSecContainerRunArgs", "DSecSyncClient", "DsecError", "ExecResult", "Process", "Sandbox",
@@ -188,7 +188,10 @@ class DSecClient:
     ) -> Sandbox:
         """Start one container (or get the one of that name)."""
         params = wire.Create(spec=args.spec(), timeout_s=timeout, request_id=request_id)
-        return self._sandbox(await self.call("sandbox.create", params))
+        sandbox = self._sandbox(await self.call("sandbox.create", params))
+        if args.lease_s is not None:
+            self.hold_lease(sandbox.id, args.lease_s)
+        return sandbox
 
     async def run_containers(
         self, args: DSecContainerRunArgs | list[DSecContainerRunArgs], count: int | None = None, *,
@@ -247,14 +250,14 @@ class DSecClient:
         self, params: image_wire.Import, stream: AsyncIterator[bytes] | None = None, progress: Any = None
     ) -> image_wire.Image:
         """Import an image; `stream` gives its tar. progress(base.Progress) is called now and then."""
-
-        def notified(method: str, raw: msgspec.Raw) -> None:
-            if method == "progress" and progress is not None:
-                progress(msgspec.json.decode(raw, type=base.Progress))
-
-        pending = self.peer.start("image.import", params, notified=notified)
+        pending = self.peer.start("image.import", params, notified=_on_progress(progress))
         if stream is not None:
             await self.pour(pending, stream)
+        return cast(image_wire.Image, await self.peer.finish(pending))
+
+    async def bootstrap_image(self, params: image_wire.Bootstrap, progress: Any = None) -> image_wire.Image:
+        """Make a Debian base on the daemon's host with mmdebstrap."""
+        pending = self.peer.start("image.bootstrap", params, notified=_on_progress(progress))
         return cast(image_wire.Image, await self.peer.finish(pending))
 
     async def pour(self, pending: Pending, stream: AsyncIterator[bytes]) -> None:
@@ -271,9 +274,33 @@ class DSecClient:
             raise
         self.peer.end_upload(pending)
 
-    async def list(self, labels: Mapping[str, str] | None = None, *, mine: bool = False) -> list[Sandbox]:
-        """Those that are alive."""
-        found: wire.Sandboxes = await self.call("sandbox.list", wire.List(labels=dict(labels or {}), mine=mine))
+    async def events(
+        self, labels: Mapping[str, str] | None = None, *, since: int | None = None
+    ) -> AsyncIterator[wire.Event]:
+        """Life-cycle events after `since` (None: from now on), for ever."""
+        queue: asyncio.Queue[wire.Event | None] = asyncio.Queue()
+
+        def notified(method: str, raw: msgspec.Raw) -> None:
+            if method == "sandbox.event":
+                queue.put_nowait(msgspec.json.decode(raw, type=wire.Event))
+
+        params = wire.Events(labels=dict(labels or {}), since=since)
+        pending = self.peer.start("sandbox.events", params, notified=notified)
+        pending.future.add_done_callback(lambda _f: queue.put_nowait(None))
+        try:
+            while (event := await queue.get()) is not None:
+                yield event
+            await self.peer.finish(pending)
+        finally:
+            if not pending.future.done():
+                self.peer.notify("$/cancelRequest", base.Cancel(pending.ident))
+
+    async def list(
+        self, labels: Mapping[str, str] | None = None, *, mine: bool = False, states: Iterable[wire.State] = ()
+    ) -> list[Sandbox]:
+        """Those that are alive, or that are in one of `states`."""
+        params = wire.List(labels=dict(labels or {}), states=[*states], mine=mine)
+        found: wire.Sandboxes = await self.call("sandbox.list", params)
         return [self._sandbox(info) for info in found.sandboxes]
 
 
@@ -427,24 +454,46 @@ class Sandbox:
         await self._client.call("file.rename", params)
 
     async def upload(
-        self, local: str | os.PathLike[str], path: str | bytes, *, uid: int | None = 0, gid: int | None = None
+        self, local: str | os.PathLike[str], path: str | bytes, *, name: str | None = None, uid: int | None = 0,
+        gid: int | None = None,
+    ) -> TreeReport:  # fmt: skip
+        """Copy a local file's or directory's content below `path`. Everything belongs to uid unless that is None.
+
+        name: what the file or the directory itself is called below `path`.
+        """
+        issues: list[str] = []
+        report = await self.upload_tar(pack(local, issues, name=name), path, uid=uid, gid=gid)
+        return TreeReport(report.entries, [*issues, *report.issues])
+
+    async def upload_tar(
+        self, stream: AsyncIterator[bytes], path: str | bytes, *, uid: int | None = None, gid: int | None = None
     ) -> TreeReport:
-        """Copy a local file's or directory's content below `path`. Everything belongs to uid unless that is None."""
+        """Unpack a tar stream below `path`. Entries belong to whom the tar says, or to uid."""
         pending = self._client.peer.start("tree.upload", files.Upload(id=self.id, uid=uid, gid=gid, **_path(path)))
-        local_issues: list[str] = []
-        await self._client.pour(pending, pack(local, local_issues))
+        await self._client.pour(pending, stream)
         done: files.TreeDone = await self._client.peer.finish(pending)
-        return TreeReport(done.entries, [*local_issues, *done.issues])
+        return TreeReport(done.entries, done.issues)
 
     async def download(self, path: str | bytes, local: str | os.PathLike[str]) -> TreeReport:
         """Copy what is below `path` into a local directory. Nothing is ever written outside it."""
-        peer = self._client.peer
-        params = files.Download(id=self.id, **_path(path))
-        pending = peer.start("tree.download", params, window=params.window)
-        assert pending.inflow is not None
-        issues = await unpack_stream(pending.inflow, local)
-        done: files.TreeDone = await peer.finish(pending)
+        pending, source = self._download(path)
+        issues = await unpack_stream(source, local)
+        done: files.TreeDone = await self._client.peer.finish(pending)
         return TreeReport(done.entries, [*done.issues, *issues])
+
+    async def download_tar(self, path: str | bytes, write: Callable[[bytes], Awaitable[object]]) -> TreeReport:
+        """What is below `path` as a tar, given to `write` piece by piece."""
+        pending, source = self._download(path)
+        while chunk := await source.take():
+            await write(chunk)
+        done: files.TreeDone = await self._client.peer.finish(pending)
+        return TreeReport(done.entries, done.issues)
+
+    def _download(self, path: str | bytes) -> tuple[Pending, Inflow]:
+        params = files.Download(id=self.id, **_path(path))
+        pending = self._client.peer.start("tree.download", params, window=params.window)
+        assert pending.inflow is not None
+        return pending, pending.inflow
 
     async def connect_port(self, port: int) -> Tunnel:
         """A byte tunnel to a TCP port inside."""
@@ -459,6 +508,8 @@ class Process:
         self._client = client
         self._ref: dict[str, Any] = {"id": sandbox, "exec_id": ident}
         self.id = ident
+        self.ended: ExecResult | None = None  # how it ended, once `output` has come to its end; without output
+        self.missed = 0  # bytes written before `output` began that were over the cap
 
     async def wait(self, *, timeout: float | None = None) -> ExecResult:
         """Its result. timeout: of this call, not of the command."""
@@ -487,14 +538,17 @@ class Process:
                 queue.put_nowait(msgspec.json.decode(raw, type=base.ExecOutput))
 
         params = execs.Attach(stdout_from=stdout_from, stderr_from=stderr_from, **self._ref)
+        at = {1: stdout_from, 2: stderr_from}
         pending = peer.start("exec.attach", params, notified=notified)
         pending.future.add_done_callback(lambda _f: queue.put_nowait(None))
         try:
             while (item := await queue.get()) is not None:
+                self.missed += item.offset - at[item.stream]
+                at[item.stream] = item.offset + len(item.data)
                 yield item.stream, item.data
-                limit = item.offset + len(item.data) + params.window
+                limit = at[item.stream] + params.window
                 peer.notify("stream.credit", base.StreamCredit(pending.ident, limit, item.stream))
-            await peer.finish(pending)
+            self.ended = _result(await peer.finish(pending))
         finally:
             if not pending.future.done():
                 peer.notify("$/cancelRequest", base.Cancel(pending.ident))
@@ -551,6 +605,14 @@ class Tunnel:
             self._client.peer.notify("$/cancelRequest", base.Cancel(self._pending.ident))
         with contextlib.suppress(DsecError):
             await self._client.peer.finish(self._pending)
+
+
+def _on_progress(progress: Callable[[base.Progress], None] | None) -> Callable[[str, msgspec.Raw], None]:
+    def notified(method: str, raw: msgspec.Raw) -> None:
+        if method == "progress" and progress is not None:
+            progress(msgspec.json.decode(raw, type=base.Progress))
+
+    return notified
 
 
 def _path(path: str | bytes) -> dict[str, Any]:

@@ -223,7 +223,11 @@ class _Writer:
         target.chmod(mode & 0o755 | 0o700)
 
     def _symlink(self, target: Path, leads_to: str) -> None:
-        if leads_to.startswith("/") or not (target.parent / leads_to).resolve().is_relative_to(self._top):
+        """`..` counts only in front: behind a name that becomes a link later, it could lead anywhere."""
+        parts = Path(leads_to).parts
+        ups = next((n for n, part in enumerate(parts) if part != ".."), len(parts))
+        depth = len(target.parent.relative_to(self._top).parts)
+        if leads_to.startswith("/") or ups > depth or ".." in parts[ups:]:
             raise _Refused(f"a link out of the tree, to {leads_to}")
         target.unlink(missing_ok=True)
         target.symlink_to(leads_to)
