@@ -61,7 +61,10 @@ def cgroups_named(pid: int) -> set[str]:
 
 
 def processes(pid: int) -> set[str]:
-    """Descendants of this process, and whoever sits in a control group named after it."""
+    """Descendants of this process, and whoever sits in a control group named after it.
+
+    A zombie of a group counts only as our descendant: the host's init takes its time to reap.
+    """
     mine = re.compile(rf"/[^/]*(^|[^0-9]){pid}([^0-9]|$)")
     stats = {}
     for entry in os.listdir("/proc"):
@@ -73,7 +76,11 @@ def processes(pid: int) -> set[str]:
                 continue
             name, _, rest = text.partition("(")[2].rpartition(")")
             state, parent = rest.split()[:2]
-            stats[int(entry)] = (int(parent), f"process {entry} ({name}, {state})", bool(mine.search(groups)))
+            stats[int(entry)] = (
+                int(parent),
+                f"process {entry} ({name}, {state})",
+                state != "Z" and bool(mine.search(groups)),
+            )
     found = {text for _, text, ours in stats.values() if ours}
     for one, (parent, text, _) in stats.items():
         while parent in stats and parent != pid:
