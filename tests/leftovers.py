@@ -1,7 +1,7 @@
 """What a test may leave behind, seen from the host: a picture before, a picture after, and their difference.
 
-Only what can be ours is looked at (below the given directories, in groups named after this process, in this process), so
-that other work on the same machine never fails a test.
+Only what can be ours is looked at (below the given directories, in groups named after this process, in this process),
+so that other work on the same machine never fails a test.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ a test reads as a conversation.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -13,10 +14,13 @@ import signal
 import socket
 import struct
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import pytest
 
 from dsecd.agent.frames import Decoder, Field, Fields, Tag, Type, fields, frame, parse_output
 
@@ -139,11 +143,10 @@ def box(directory: Path, lower: Path, agent: Path = NATIVE / "dsec-agent") -> It
     group = os.open(cgroup, os.O_RDONLY | os.O_DIRECTORY)
 
     def place() -> None:
-        os.dup2(os.dup(listener.fileno()), 13)
-        os.dup2(os.dup(group), 14)
-        os.dup2(13, 3)
-        os.dup2(14, 4)
-        os.closerange(5, 64)
+        far = [fcntl.fcntl(fd, fcntl.F_DUPFD, 200) for fd in (listener.fileno(), group)]
+        for number, fd in zip((3, 4), far, strict=True):
+            os.dup2(fd, number)
+        os.closerange(5, 256)
 
     launch = [NATIVE / "dsec-launch", "--stage", stage, "--scratch", scratch, "--ids", f"{HOST_ID}:{ID_COUNT}",
               "--lower", lower, "--", *crun, "run", "-d", "-b", directory, "--preserve-fds", "2",
@@ -155,7 +158,9 @@ def box(directory: Path, lower: Path, agent: Path = NATIVE / "dsec-agent") -> It
         log.close()
         assert ran.returncode == 0, (directory / "log").read_text()
         listener.close()
-        yield Box(directory, cgroup, int((directory / "pid").read_text()), address)
+        started = Box(directory, cgroup, int((directory / "pid").read_text()), address)
+        yield started
+        assert not (directory / "log").read_text(), "the agent complained"
     finally:
         listener.close()
         os.close(group)
@@ -387,3 +392,36 @@ def take(result: Result, kind: Type, payload: memoryview) -> bool:
 
 def kill_hard(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
+
+
+# -- fixtures, for the modules that import them
+
+@pytest.fixture(scope="session")
+def rootfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A root file system with busybox and the attacker's program. On disk: an overlay on tmpfs has no user xattrs."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    build_native()
+    directory = Path(tempfile.mkdtemp(prefix="dsec-agent-", dir="/var/tmp"))
+    directory.chmod(0o711)
+    attack = directory / "attack"
+    subprocess.run(["gcc", "-static", "-O1", "-Wall", "-Werror", "-o", attack, Path(__file__).with_name("agent_attack.c")],
+                   check=True)  # fmt: skip
+    make_rootfs(directory / "root", attack)
+    yield directory / "root"
+    shutil.rmtree(directory)
+
+
+@pytest.fixture(scope="module")
+def sandbox(rootfs: Path, request: pytest.FixtureRequest) -> Iterator[Box]:
+    """One sandbox for all tests of a module: each gets a new connection, and must leave it usable."""
+    with box(rootfs.parent / request.module.__name__.rpartition(".")[2], rootfs) as started:
+        yield started
+
+
+@pytest.fixture
+def client(sandbox: Box) -> Iterator[Client]:
+    connected = Client(sandbox.socket)
+    yield connected
+    connected.close()
+    assert sandbox.alive(), "the agent died"

@@ -16,10 +16,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from dsecd.erofs.jobs import run_import
 from dsecd.erofs.model import ImportJob, Limits, Manifest, Progress
 from dsecd.erofs.mount import MountTable
 from dsecd.erofs.store import ImageStore
+from dsecd.erofs.sys import mounts_below, umount
 
 DATA = Path(__file__).parent.parent / "data"
 TRICKY = DATA / "oci-tricky" / "oci"
@@ -88,7 +91,7 @@ async def imported(
     **fields: Any,
 ) -> Manifest:
     with input_of(data) as fd:
-        job = ImportJob(kind=kind, name=name, **fields)  # type: ignore[arg-type]
+        job = msgspec.convert({"kind": kind, "name": name} | fields, ImportJob)
         return await run_import(store, job, input_fd=fd, progress=progress, limits=limits)
 
 
@@ -157,6 +160,14 @@ def leftovers(store: Path, run_dir: Path) -> list[str]:
     left += [str(p) for p in store.glob("tmp-*")] + [str(p) for p in store.glob("trash-*")]
     left += [str(p) for p in run_dir.iterdir()] if run_dir.exists() else []
     return left + [f"importer {pid}" for pid in importers(store)]
+
+
+def assert_clean(store: Path, run_dir: Path) -> None:
+    """Nothing is left; and if something is, only this test hears of it."""
+    left = leftovers(store, run_dir)
+    for mounted in reversed(mounts_below(run_dir)):
+        umount(mounted.target)
+    assert left == []
 
 
 def importers(store: Path) -> list[str]:

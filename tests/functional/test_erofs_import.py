@@ -22,6 +22,7 @@ import pytest
 from erofs_kit import (
     TRICKY,
     Tar,
+    assert_clean,
     expected,
     import_now,
     imported,
@@ -46,7 +47,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[ImageStore]:
     yield ImageStore(tmp_path / "images")
-    assert leftovers(tmp_path / "images", tmp_path / "run") == []
+    assert_clean(tmp_path / "images", tmp_path / "run")
 
 
 @pytest.fixture
