@@ -1,42 +1,51 @@
-"""Logs: journald with fields when stderr is the journal, else lines on stderr."""
+"""Logs: journald with fields when stderr is the journal, else lines on stderr.
+
+Every line of a request carries its id, every line about a sandbox that one's: as fields SANDBOX_ID and REQUEST_ID in the
+journal (`journalctl SANDBOX_ID=…`), in brackets on stderr.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
+from contextvars import ContextVar
+
+# The idempotency key, or else the JSON-RPC id, of the request that this task works for.
+request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 
-class _Lines(logging.Formatter):
-    """`level logger [sandbox] text`; systemd takes the level from the prefix elsewhere."""
+class _Fields(logging.Filter):
+    """Puts both ids on the record, under the names that the journal takes."""
 
-    def format(self, record: logging.LogRecord) -> str:
-        sandbox = getattr(record, "sandbox_id", None)
-        record.where = f" [{sandbox}]" if sandbox else ""
-        return super().format(record)
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.SANDBOX_ID = getattr(record, "sandbox_id", "")
+        record.REQUEST_ID = request_id.get()
+        shown = [text for text in (record.SANDBOX_ID, record.REQUEST_ID and f"request {record.REQUEST_ID}") if text]
+        record.where = f" [{', '.join(shown)}]" if shown else ""
+        return True
 
 
 def set_up(level: str) -> None:
     """Once, at start."""
     root = logging.getLogger()
     root.setLevel(level.upper())
-    root.handlers[:] = [_journal() or _stderr()]
+    handler = _journal() or _stderr()
+    handler.addFilter(_Fields())
+    root.handlers[:] = [handler]
     logging.getLogger("asyncio").setLevel(logging.WARNING)
 
 
 def _stderr() -> logging.Handler:
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Lines("%(asctime)s %(levelname)-7s %(name)s%(where)s %(message)s"))
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s%(where)s %(message)s"))
     return handler
 
 
 def _journal() -> logging.Handler | None:
-    """JournalHandler turns `extra` into fields (SANDBOX_ID, REQUEST_ID)."""
-    stream = os.environ.get("JOURNAL_STREAM")
-    if not stream:
-        return None
+    """systemd-python's handler, when stderr is connected to the journal (systemd.exec(5), $JOURNAL_STREAM)."""
     info = os.fstat(2)
-    if stream != f"{info.st_dev}:{info.st_ino}":
+    if os.environ.get("JOURNAL_STREAM") != f"{info.st_dev}:{info.st_ino}":
         return None
     try:
         from systemd.journal import JournalHandler

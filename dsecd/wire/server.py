@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import msgspec
 
+from dsecd import logs
 from dsecd.errors import CODES, DsecError
 from dsecd.wire import base
 from dsecd.wire.framing import FrameTooLong, Lines
@@ -278,6 +279,7 @@ class Connection(asyncio.Protocol):
         call.task = asyncio.get_running_loop().create_task(self._run(call, handler, params))
 
     async def _run(self, call: Call, handler: Handler, params: base.Params) -> None:
+        logs.request_id.set(params.request_id or str(call.id))
         try:
             if params.request_id is not None and call.method.once and self._server.interceptor is not None:
                 result = await self._server.interceptor(call, params, lambda: handler(call, params))
