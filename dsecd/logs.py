@@ -1,7 +1,7 @@
 """Logs: journald with fields when stderr is the journal, else lines on stderr.
 
-Every line of a request carries its id, every line about a sandbox that one's: as fields SANDBOX_ID and REQUEST_ID in the
-journal (`journalctl SANDBOX_ID=…`), in brackets on stderr.
+Every line of a request carries its id, every line about a sandbox that one's: as fields SANDBOX_ID and REQUEST_ID in
+the journal (`journalctl SANDBOX_ID=…`), in brackets on stderr.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ class _Fields(logging.Filter):
     """Puts both ids on the record, under the names that the journal takes."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        record.SANDBOX_ID = getattr(record, "sandbox_id", "")
-        record.REQUEST_ID = request_id.get()
-        shown = [text for text in (record.SANDBOX_ID, record.REQUEST_ID and f"request {record.REQUEST_ID}") if text]
-        record.where = f" [{', '.join(shown)}]" if shown else ""
+        sandbox, request = getattr(record, "sandbox_id", ""), request_id.get()
+        shown = [text for text in (sandbox, request and f"request {request}") if text]
+        record.__dict__.update(SANDBOX_ID=sandbox, REQUEST_ID=request, where=f" [{', '.join(shown)}]" if shown else "")
         return True
 
 
