@@ -167,7 +167,9 @@ def _adapt_process() -> None:
 
 def _directories(state: Path, run: Path) -> None:
     try:
-        for path, mode in ((state, 0o711), (run, 0o755), (run / "sandboxes", 0o711), (run / "images", 0o711)):
+        # Root's alone: images hold setuid programs of whoever imported them, and disks hold tenants' files. Only the
+        # way to a sandbox's own root must be walked by somebody else (the runtime, as that sandbox's root).
+        for path, mode in ((state, 0o700), (run, 0o755), (run / "sandboxes", 0o711), (run / "images", 0o700)):
             path.mkdir(parents=True, exist_ok=True)
             path.chmod(mode)
     except OSError as exc:

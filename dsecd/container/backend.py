@@ -120,10 +120,6 @@ class ContainerBackend:
         finally:
             await asyncio.shield(self._end(ident, cgroup))
 
-    async def greet(self, container: Container) -> None:
-        """A new link to the same agent (after a broken one)."""
-        container.link = await AgentLink.connect(f"{self.directory(container.id)}/agent.sock", self._hello, READY_S)
-
     async def _end(self, ident: str, cgroup: SandboxCgroup) -> None:
         """Kill what runs, remove what is left: callable at any point of a start, and twice."""
         cgroup.kill()
