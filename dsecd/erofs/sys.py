@@ -25,6 +25,7 @@ _SET_FLAG, _SET_STRING, _CMD_CREATE = 0, 1, 6
 _MOVE_MOUNT_F_EMPTY_PATH: Final = 4
 _MOUNT_ATTR_RDONLY: Final = 1
 _MOUNT_ATTR_NODEV: Final = 4
+_MOUNT_ATTR_NOSUID: Final = 0x2
 _AT_FDCWD: Final = -100
 
 _LOOP_CTL_GET_FREE: Final = 0x4C82
@@ -53,7 +54,7 @@ def mount_erofs(source: str, devices: list[str], target: Path) -> None:
             _fsconfig(fs, _SET_STRING, b"device", os.fsencode(device))
         _fsconfig(fs, _SET_FLAG, b"ro", None)
         _fsconfig(fs, _CMD_CREATE, None, None)
-        mount = _call("fsmount", _SYS_FSMOUNT, fs, _FSMOUNT_CLOEXEC, _MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NODEV)
+        mount = _call("fsmount", _SYS_FSMOUNT, fs, _FSMOUNT_CLOEXEC, _MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NODEV | _MOUNT_ATTR_NOSUID)
     except OSError as e:
         raise OSError(e.errno, f"{e.strerror}{_said(fs)}") from e
     finally:
