@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import re
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
@@ -259,15 +260,14 @@ class Daemon:
         return await client.import_image(image_wire.Import(name=name, **params), chunks_of(path))
 
 
-@contextlib.asynccontextmanager
-async def sandbox_of(daemon: Daemon, **args: Any) -> AsyncIterator[Sandbox]:
-    """A client of its own and one running container; both are over at the end."""
-    async with daemon.client() as client:
-        sandbox = await client.run_container(container_args(**args))
-        try:
-            yield sandbox
-        finally:
-            await sandbox.stop()
+def asynchronous(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A test written as a coroutine."""
+
+    @functools.wraps(test)
+    def plain(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(test(*args, **kwargs))
+
+    return plain
 
 
 def container_args(**args: Any) -> DSecContainerRunArgs:
@@ -276,5 +276,41 @@ def container_args(**args: Any) -> DSecContainerRunArgs:
     return DSecContainerRunArgs(**values)
 
 
-def lines_of(values: Iterator[Any] | list[Any]) -> str:
-    return "\n  ".join(str(value) for value in values)
+async def launch(client: DSecClient, backend: str = "container", **args: Any) -> Sandbox:
+    """A sandbox of that backend."""
+    assert backend == "container", f"no way to start a {backend} yet"
+    return await client.run_container(container_args(**args), timeout=60)
+
+
+@contextlib.asynccontextmanager
+async def sandbox_of(daemon: Daemon, backend: str = "container", **args: Any) -> AsyncIterator[Sandbox]:
+    """A client of its own and one running sandbox; both are over at the end."""
+    async with daemon.client() as client:
+        sandbox = await launch(client, backend, **args)
+        try:
+            yield sandbox
+        finally:
+            await sandbox.stop()
+
+
+class Clock:
+    """How long a block took."""
+
+    def __enter__(self) -> Clock:
+        self.began = time.monotonic()
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.took = time.monotonic() - self.began
+
+
+async def names_running(sandbox: Sandbox) -> list[str]:
+    """Names of all processes inside that a command of the sandbox can see, itself left out."""
+    out = (await sandbox.exec(["ps", "-eo", "comm="])).stdout.split()
+    out.remove("ps")
+    return out
+
+
+def init_pid(daemon: Daemon, sandbox: Sandbox) -> int:
+    """The host's pid of the sandbox's init."""
+    return int((daemon.run_dir / "sandboxes" / sandbox.id / "pid").read_text())
