@@ -23,9 +23,7 @@ _FSOPEN_CLOEXEC: Final = 1
 _FSMOUNT_CLOEXEC: Final = 1
 _SET_FLAG, _SET_STRING, _CMD_CREATE = 0, 1, 6
 _MOVE_MOUNT_F_EMPTY_PATH: Final = 4
-_MOUNT_ATTR_RDONLY: Final = 1
-_MOUNT_ATTR_NODEV: Final = 4
-_MOUNT_ATTR_NOSUID: Final = 0x2
+_MOUNT_ATTRS: Final = 0x1 | 0x2 | 0x4  # RDONLY, NOSUID, NODEV
 _AT_FDCWD: Final = -100
 
 _LOOP_CTL_GET_FREE: Final = 0x4C82
@@ -46,7 +44,10 @@ def prctl(option: int, value: int) -> None:
 
 
 def mount_erofs(source: str, devices: list[str], target: Path) -> None:
-    """Mount read-only and nodev (setuid programs work: sandboxes need them). The error's text is the kernel's."""
+    """Mount read-only, nodev and nosuid; the error's text is the kernel's.
+
+    An overlay looks at its own flags alone, so setuid programs work in sandboxes and nowhere else on the host.
+    """
     fs = _call("fsopen", _SYS_FSOPEN, b"erofs", _FSOPEN_CLOEXEC)
     try:
         _fsconfig(fs, _SET_STRING, b"source", os.fsencode(source))
@@ -54,7 +55,7 @@ def mount_erofs(source: str, devices: list[str], target: Path) -> None:
             _fsconfig(fs, _SET_STRING, b"device", os.fsencode(device))
         _fsconfig(fs, _SET_FLAG, b"ro", None)
         _fsconfig(fs, _CMD_CREATE, None, None)
-        mount = _call("fsmount", _SYS_FSMOUNT, fs, _FSMOUNT_CLOEXEC, _MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NODEV | _MOUNT_ATTR_NOSUID)
+        mount = _call("fsmount", _SYS_FSMOUNT, fs, _FSMOUNT_CLOEXEC, _MOUNT_ATTRS)
     except OSError as e:
         raise OSError(e.errno, f"{e.strerror}{_said(fs)}") from e
     finally:
