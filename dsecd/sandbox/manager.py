@@ -208,7 +208,7 @@ class Manager:
                 return
             record.reason = reason
             if event == "stop" and record.state != "stopping":
-                await self._move(live, "stop")
+                await self._move(live, "stop", must_write=False)
             try:
                 await live.close()
             except (DsecError, OSError) as exc:
@@ -217,7 +217,7 @@ class Manager:
             record.ended = now()
             self.stopped += event == "stop"
             self.failed += event != "stop"
-            await self._move(live, "ended" if event == "stop" else "broke")
+            await self._move(live, "ended" if event == "stop" else "broke", must_write=False)
             self._forget(live)
 
     def _forget(self, live: Live) -> None:
@@ -429,12 +429,18 @@ class Manager:
                 await live.container.link.close()
 
     # -- inside -------------------------------------------------------------------------------------------------------
-    async def _move(self, live: Live, event: str) -> None:
+    async def _move(self, live: Live, event: str, *, must_write: bool = True) -> None:
+        """must_write=False: an end is an end, also when the registry's disk is full."""
         record = live.record
         record.state = move(record.state, event)
         self._tell(record, event, record.reason)
         live.changed.set()
-        await self.store.put(record)
+        try:
+            await self.store.put(record)
+        except DsecError as exc:
+            if must_write:
+                raise
+            log.error("its end could not be written, ignoring: %s", exc.message, extra={"sandbox_id": record.id})
 
     def _tell(self, record: Record, event: str, text: str) -> None:
         log.info("%s: %s %s", event, record.state, text, extra={"sandbox_id": record.id})
