@@ -138,6 +138,7 @@ class DSecClient:
         self._stack = contextlib.AsyncExitStack()
         self._peer: Peer | None = None
         self._leases: dict[str, float] = {}
+        self._lease_added = asyncio.Event()
         self._renewer: asyncio.Task[None] | None = None
 
     async def open(self) -> DSecClient:
@@ -188,10 +189,7 @@ class DSecClient:
     ) -> Sandbox:
         """Start one container (or get the one of that name)."""
         params = wire.Create(spec=args.spec(), timeout_s=timeout, request_id=request_id)
-        sandbox = self._sandbox(await self.call("sandbox.create", params))
-        if args.lease_s is not None:
-            self.hold_lease(sandbox.id, args.lease_s)
-        return sandbox
+        return self._leased(await self.call("sandbox.create", params), args.lease_s)
 
     async def run_containers(
         self, args: DSecContainerRunArgs | list[DSecContainerRunArgs], count: int | None = None, *,
@@ -203,8 +201,10 @@ class DSecClient:
         else:
             params = wire.CreateMany(spec=args.spec(), count=count or 1, timeout_s=timeout)
         made: wire.Created = await self.call("sandbox.create_many", params)
+        leases = [one.lease_s for one in args] if isinstance(args, list) else [args.lease_s] * len(made.results)
         return [
-            self._sandbox(one.sandbox) if one.sandbox is not None else SandboxFailed(one.error) for one in made.results
+            self._leased(one.sandbox, lease) if one.sandbox is not None else SandboxFailed(one.error)
+            for one, lease in zip(made.results, leases, strict=True)
         ]
 
     async def get(self, ident: str) -> Sandbox:
@@ -224,16 +224,26 @@ class DSecClient:
     def _sandbox(self, info: wire.Sandbox) -> Sandbox:
         return Sandbox(self, info)
 
+    def _leased(self, info: wire.Sandbox, lease_s: float | None) -> Sandbox:
+        if lease_s is not None:
+            self.hold_lease(info.id, lease_s)
+        return self._sandbox(info)
+
     # -- leases -------------------------------------------------------------------------------------------------------
     def hold_lease(self, ident: str, lease_s: float) -> None:
         """Renew this sandbox's lease in the background for as long as this client is open."""
         self._leases[ident] = lease_s
+        self._lease_added.set()
         if self._renewer is None:
             self._renewer = asyncio.get_running_loop().create_task(self._renew())
 
     async def _renew(self) -> None:
         while self._leases:
-            await asyncio.sleep(min(self._leases.values()) / 3)
+            self._lease_added.clear()
+            with contextlib.suppress(TimeoutError):  # a new, shorter lease must not wait for an old, longer one
+                async with asyncio.timeout(min(self._leases.values()) / 3):
+                    await self._lease_added.wait()
+                    continue
             if self._leases:
                 with contextlib.suppress(DsecError):
                     done: wire.Renewed = await self.call("lease.renew", wire.Renew(ids=list(self._leases)))
