@@ -35,6 +35,8 @@ _MMDEBSTRAP_SAYS: Final[tuple[tuple[str, Kind], ...]] = (
     ("does not have a Release file", "not_found"), ("404  Not Found", "not_found"), ("Failed to fetch", "network"),
 )  # fmt: skip
 
+_LOOPBACK: Final = re.compile(r"127(\.\d{1,3}){3}")  # 127.something.example is somebody else
+
 Report = Callable[[str, int], None]
 
 
@@ -86,7 +88,7 @@ def plain_http(reference: str, insecure: tuple[str, ...]) -> bool:
     """Registries on the loopback interface need no TLS; others only where the config says so."""
     host_port = reference.removeprefix("docker://").split("/", 1)[0]
     host = host_port.rsplit(":", 1)[0]
-    return host == "localhost" or host.startswith("127.") or host_port in insecure
+    return host == "localhost" or bool(_LOOPBACK.fullmatch(host)) or host_port in insecure
 
 
 def _apt_sources(suite: str, work: Path) -> list[str]:

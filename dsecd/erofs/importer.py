@@ -179,9 +179,7 @@ def _reporting(source: FdSource, reporter: Reporter) -> Source:
     return Reporting()
 
 
-def _stream(
-    builder: Builder, job: ImportJob, limits: Limits, fd: int, spool: int, reporter: Reporter
-) -> ImageConfig:
+def _stream(builder: Builder, job: ImportJob, limits: Limits, fd: int, spool: int, reporter: Reporter) -> ImageConfig:
     """Unpack a stream, whatever it is; the config that it brings."""
     total = _size_of(fd)
     seen = FdSource(fd)

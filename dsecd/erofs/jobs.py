@@ -98,9 +98,7 @@ async def _run(
     raise DsecError("internal", f"the importer died (status {process.returncode})", detail={"stderr": noise[-2000:]})
 
 
-async def _reports(
-    process: asyncio.subprocess.Process, progress: Callable[[Progress], None]
-) -> Built | Failed | None:
+async def _reports(process: asyncio.subprocess.Process, progress: Callable[[Progress], None]) -> Built | Failed | None:
     assert process.stdout is not None
     ended: Built | Failed | None = None
     async for line in process.stdout:

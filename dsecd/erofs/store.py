@@ -34,7 +34,7 @@ class ImageStore:
 
         <root>/
             lock                     held (flock) while anything below changes its name
-            names.json               {name: digest}, replaced by rename
+            names.json               {name: digest}, replaced by rename of names.json.new
             <64 hex>/                one image, immutable; it is there whole or not at all
                 manifest.json
                 meta.erofs           superblock, inodes, directories, xattrs
@@ -201,8 +201,9 @@ class ImageStore:
                 m for m in self.list()
                 if m.digest not in named and m.digest not in in_use and self._made(m.hex) <= oldest
             ]  # fmt: skip
-            trash = [self._to_trash(m) for m in doomed]
+            (self.root / "names.json.new").unlink(missing_ok=True)  # its writer held the lock, and is dead
             leftovers = [*self._dead_leftovers()]
+            trash = [self._to_trash(m) for m in doomed]
             orphans = [*self._orphans()]
         freed = sum(map(_size_below, [*trash, *leftovers]))
         for path in [*trash, *leftovers]:
@@ -418,12 +419,16 @@ def _altered_at(data: Path, sums: bytes) -> int | None:
 
 def _write_durably(path: Path, data: bytes) -> None:
     """All of it or what was there before, even if the power goes."""
-    temporary = path.with_name(f".{path.name}.new")
-    with temporary.open("wb") as f:
-        f.write(data)
-        f.flush()
-        os.fsync(f.fileno())
-    temporary.rename(path)
+    temporary = path.with_name(path.name + ".new")
+    try:
+        with temporary.open("wb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        temporary.rename(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     _fsync(path.parent)
 
 

@@ -39,7 +39,9 @@ class Tar:
         self._out = io.BytesIO()
         self._tar = tarfile.open(fileobj=self._out, mode="w", format=tarfile.PAX_FORMAT, **kwargs)  # noqa: SIM115
 
-    def add(self, kind: str, name: str, data: bytes = b"", *, xattrs: dict[str, str] | None = None, **fields: Any) -> Tar:
+    def add(
+        self, kind: str, name: str, data: bytes = b"", *, xattrs: dict[str, str] | None = None, **fields: Any
+    ) -> Tar:
         info = tarfile.TarInfo(name)
         info.type = TYPES[kind]
         info.mode = 0o755 if kind == "dir" else 0o644

@@ -169,7 +169,9 @@ def test_registry_with_an_altered_blob(store: ImageStore, tmp_path: Path) -> Non
     assert store.list() == []
 
 
-@pytest.mark.parametrize("reference", ["docker://", "docker:///etc", "oci:/etc", "docker://a b", "docker://--help x", "dir:/"])
+@pytest.mark.parametrize(
+    "reference", ["docker://", "docker:///etc", "oci:/etc", "docker://a b", "docker://--help x", "dir:/"]
+)
 def test_reference_that_is_none(store: ImageStore, reference: str) -> None:
     with pytest.raises(DsecError) as e:
         fetch(store, reference)
@@ -423,6 +425,13 @@ def rewrite(name: str, data: bytes) -> Callable[[Path], None]:
     return lambda top: (top / name).write_bytes(data) and None  # type: ignore[func-returns-value]
 
 
+OCI_MANIFEST = "application/vnd.oci.image.manifest.v1+json"
+
+
+def index_of(digest: str, media_type: str) -> bytes:
+    return json.dumps({"manifests": [{"digest": digest, "size": 1, "mediaType": media_type}]}).encode()
+
+
 BAD_LAYOUTS: dict[str, Callable[[Path], bytes]] = {
     "truncated layer": altered(truncate_layer),
     "flipped bit in a layer": altered(flip_layer),
@@ -431,16 +440,14 @@ BAD_LAYOUTS: dict[str, Callable[[Path], bytes]] = {
     "index is not JSON": altered(rewrite("index.json", b"not json")),
     "index is deep": altered(rewrite("index.json", b"[" * 100_000)),
     "index without images": altered(rewrite("index.json", b'{"manifests": []}')),
-    "digest with a path": altered(rewrite("index.json", b'{"manifests": [{"digest": "sha256:../../../etc/passwd", '
-                                  b'"size": 1, "mediaType": "application/vnd.oci.image.manifest.v1+json"}]}')),  # fmt: skip
-    "unknown manifest": altered(rewrite("index.json", b'{"manifests": [{"digest": "sha256:' + b"0" * 64 + b'", '
-                                b'"size": 1, "mediaType": "application/x-what"}]}')),  # fmt: skip
+    "digest with a path": altered(rewrite("index.json", index_of("sha256:../../../etc/passwd", OCI_MANIFEST))),
+    "unknown manifest": altered(rewrite("index.json", index_of("sha256:" + "0" * 64, "application/x-what"))),
     "unknown layer type": lambda p: tar_of_directory(layout(p, [Tar().done()], mediaType="application/x-squashfs")),
     "wrong size": lambda p: tar_of_directory(layout(p, [Tar().done()], size=5)),
     "wrong digest": lambda p: tar_of_directory(layout(p, [Tar().done()], digest="md5:00")),
     "layer is not a tar": lambda p: tar_of_directory(layout(p, [b"no tar at all" * 100])),
     "no index": altered(lambda top: (top / "index.json").unlink()),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD_LAYOUTS)
@@ -563,9 +570,7 @@ def test_deadline(store: ImageStore) -> None:
         read, write = os.pipe()
         try:
             with pytest.raises(DsecError) as e:
-                await run_import(
-                    store, ImportJob(kind="base", name="x"), input_fd=read, limits=Limits(deadline_s=0.5)
-                )
+                await run_import(store, ImportJob(kind="base", name="x"), input_fd=read, limits=Limits(deadline_s=0.5))
             assert e.value.kind == "timeout"
         finally:
             os.close(read)
@@ -587,9 +592,7 @@ print("done", flush=True)
 """
 
 
-def test_killed_at_random_moments_leaves_nothing_that_gc_does_not_find(
-    store: ImageStore, tmp_path: Path
-) -> None:
+def test_killed_at_random_moments_leaves_nothing_that_gc_does_not_find(store: ImageStore, tmp_path: Path) -> None:
     """The daemon and its importer get SIGKILL anywhere between start and commit; then a new daemon's gc runs."""
     import sys
 
