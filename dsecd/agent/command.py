@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Mapping
 from typing import Final
 
@@ -53,7 +54,8 @@ def agent_error(payload: memoryview, what: str) -> DsecError:
     kind = _STEP_KIND.get(step) or kind_of_errno(number)
     where = _STEP_TEXT.get(step)
     text = parsed.text(Tag.TEXT)
-    return DsecError(kind, f"{what}: {where + ': ' if where else ''}{text}", detail={"errno": number})
+    said = [what, *([where] if where else []), *([text] if text else []), os.strerror(number)]
+    return DsecError(kind, ": ".join(said), detail={"errno": number})
 
 
 class Command(Channel):

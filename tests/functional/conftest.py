@@ -90,9 +90,8 @@ def daemon_is_clean(nothing_left: None, request: pytest.FixtureRequest) -> Itera
     if shared is None:
         yield
         return
-    before, open_before, logged = shared.sandboxes(), _kinds(shared.pid), shared.log_size()
+    before, open_before = shared.sandboxes(), _kinds(shared.pid)
     yield
-    request.node.add_report_section("teardown", "dsecd's log", shared.log_since(logged)[-20_000:])
     if shared.process is None or shared.process.poll() is not None:
         pytest.fail(f"the shared daemon is gone:\n{shared.tail()}", pytrace=False)
     left = [f"sandbox {ident} ({state})" for ident, state in shared.sandboxes().items() if ident not in before]
@@ -121,11 +120,16 @@ def _grown(daemon: Daemon, before: dict[str, int]) -> list[str]:
         time.sleep(0.02)
 
 
+def pytest_runtest_setup() -> None:
+    for daemon in daemonkit.running:
+        daemon.seen = daemon.log_size()
+
+
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """A failure shows the log of every daemon that runs."""
+    """A failure shows what every daemon that runs has logged since the test began."""
     outcome = yield
     report = outcome.get_result()  # type: ignore[attr-defined]
     if report.failed:
         for daemon in daemonkit.running:
-            report.sections.append((f"dsecd's log ({daemon.directory.name})", daemon.tail()))
+            report.sections.append((f"dsecd's log ({daemon.directory.name})", daemon.tail(60, since=daemon.seen)))

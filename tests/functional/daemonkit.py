@@ -105,6 +105,7 @@ class Daemon:
         }  # fmt: skip
         self.process: subprocess.Popen[bytes] | None = None
         self.pids: list[int] = []
+        self.seen = 0  # of its log, when the test began
         directory.mkdir(parents=True, exist_ok=True)
         self.write_config()
 
@@ -205,11 +206,8 @@ class Daemon:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     # -- looking ------------------------------------------------------------------------------------------------------
-    def tail(self, lines: int = 80) -> str:
-        try:
-            return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
-        except OSError:
-            return ""
+    def tail(self, lines: int = 80, *, since: int = 0) -> str:
+        return "\n".join(self.log_since(since).splitlines()[-lines:]) if self.log.exists() else ""
 
     def log_size(self) -> int:
         return self.log.stat().st_size if self.log.exists() else 0
