@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
@@ -82,8 +82,8 @@ class DSecContainerRunArgs:
 class ExecResult:
     """How a command ended. `stdout` and `stderr` are text that never fails to decode; `*_bytes` are exact.
 
-    exit_code is 128+n when signal n ended it. truncated: output went over the cap, `*_dropped` bytes of the middle
-    are missing. oom, pids_limit, disk_full: the sandbox hit that limit meanwhile.
+    exit_code is 128+n when signal n ended it. truncated: output went over the cap, `*_dropped` bytes are missing behind
+    the first `*_head`. oom, pids_limit, disk_full: the sandbox hit that limit meanwhile.
     """
 
     exit_code: int
@@ -95,6 +95,8 @@ class ExecResult:
     disk_full: bool
     stdout_dropped: int
     stderr_dropped: int
+    stdout_head: int
+    stderr_head: int
     queued_ms: float
     ran_ms: float
     cpu_ms: float
@@ -122,8 +124,8 @@ def _result(ran: execs.Ran) -> ExecResult:
     return ExecResult(
         exit_code=ran.exit_code, stdout_bytes=ran.stdout, stderr_bytes=ran.stderr, timed_out=ran.timed_out,
         oom=ran.oom, pids_limit=ran.pids_limit, disk_full=ran.disk_full, stdout_dropped=ran.stdout_dropped,
-        stderr_dropped=ran.stderr_dropped, queued_ms=ran.queued_ms, ran_ms=ran.ran_ms, cpu_ms=ran.cpu_ms,
-        replayed=ran.replayed, exec_id=ran.exec_id,
+        stderr_dropped=ran.stderr_dropped, stdout_head=ran.stdout_head, stderr_head=ran.stderr_head,
+        queued_ms=ran.queued_ms, ran_ms=ran.ran_ms, cpu_ms=ran.cpu_ms, replayed=ran.replayed, exec_id=ran.exec_id,
     )  # fmt: skip
 
 
@@ -286,7 +288,7 @@ class DSecClient:
 
     async def events(
         self, labels: Mapping[str, str] | None = None, *, since: int | None = None
-    ) -> AsyncIterator[wire.Event]:
+    ) -> AsyncGenerator[wire.Event, None]:
         """Life-cycle events after `since` (None: from now on), for ever."""
         queue: asyncio.Queue[wire.Event | None] = asyncio.Queue()
 
@@ -405,6 +407,10 @@ class Sandbox:
         )  # fmt: skip
         started: execs.Started = await self._client.call("exec.start", params)
         return Process(self._client, self.id, started.exec_id)
+
+    def process(self, exec_id: str) -> Process:
+        """A command that was started before, perhaps by somebody else."""
+        return Process(self._client, self.id, exec_id)
 
     async def session(
         self, *, shell: str = "/bin/sh", env: Mapping[str, str] | None = None, cwd: str | None = None,
@@ -538,7 +544,7 @@ class Process:
     async def resize(self, rows: int, cols: int) -> None:
         await self._client.call("exec.resize", execs.Resize(rows=rows, cols=cols, **self._ref))
 
-    async def output(self, *, stdout_from: int = 0, stderr_from: int = 0) -> AsyncIterator[tuple[int, bytes]]:
+    async def output(self, *, stdout_from: int = 0, stderr_from: int = 0) -> AsyncGenerator[tuple[int, bytes], None]:
         """(1, data) of stdout and (2, data) of stderr as they come, to the end. Not reading makes the command wait."""
         peer = self._client.peer
         queue: asyncio.Queue[base.ExecOutput | None] = asyncio.Queue()
