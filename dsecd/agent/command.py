@@ -54,16 +54,17 @@ def agent_error(payload: memoryview, what: str) -> DsecError:
     kind = _STEP_KIND.get(step) or kind_of_errno(number)
     where = _STEP_TEXT.get(step)
     text = parsed.text(Tag.TEXT)
-    said = [what, *([where] if where else []), *([text] if text else []), os.strerror(number)]
-    return DsecError(kind, ": ".join(said), detail={"errno": number})
+    reason = os.strerror(number)
+    said = [part for part in (what, where, text) if part and part != reason]
+    return DsecError(kind, ": ".join([*said, reason]), detail={"errno": number})
 
 
 class Command(Channel):
     """One command. It lives on when nobody looks; `forget` drops its record in the agent."""
 
     __slots__ = (
-        "_fetched", "_on_credit", "_on_more", "_on_output", "_output", "complete", "ended", "meta", "started",
-        "stdin_limit", "stdin_sent",
+        "_fetched", "_on_credit", "_on_more", "_on_output", "_output", "complete", "ended", "meta", "program",
+        "started", "stdin_limit", "stdin_sent",
     )  # fmt: skip
 
     def __init__(self, link: AgentLink, meta: bytes = b"", number: int | None = None) -> None:
@@ -73,6 +74,7 @@ class Command(Channel):
             self.link, self.number = link, number
         loop = asyncio.get_running_loop()
         self.meta = meta
+        self.program = "command"  # what errors call it
         self.started: asyncio.Future[int] = loop.create_future()
         self.ended: asyncio.Future[Ended] = loop.create_future()
         self._output: dict[int, list[tuple[int, bytes]]] = {}
@@ -87,6 +89,8 @@ class Command(Channel):
 
     def start(self, items: list[Field]) -> None:
         """Send EXEC with these fields (META is added)."""
+        program = next((value for tag, value in items if tag is Tag.ARG and isinstance(value, bytes)), b"")
+        self.program = program[:200].decode("utf-8", "replace")
         self.send(Type.EXEC, [*items, (Tag.META, self.meta)])
 
     # -- frames -------------------------------------------------------------------------------------------------------
@@ -114,7 +118,7 @@ class Command(Channel):
                 self.stdin_limit = Fields(payload).integer(Tag.LIMIT)
                 self._on_credit.set()
             case Type.ERROR:
-                self._fail(agent_error(payload, "command"))
+                self._fail(agent_error(payload, self.program))
                 self.link.detach(self)
             case _:
                 raise FrameError(f"{kind.name} for a command")

@@ -1,0 +1,263 @@
+"""Cases 17 to 21, seen from inside a sandbox through the whole daemon. The image level has tests of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+from daemonkit import BASE, Daemon, asynchronous, launch, run, sandbox_of
+from erofs_kit import TRICKY, Tar, expected, tar_of_directory
+
+from dsecd.client import DSecClient, DsecError, Sandbox
+from dsecd.wire import images as image_wire
+
+HERE = Path(__file__).parent
+KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "dir", stat.S_IFLNK: "symlink", stat.S_IFIFO: "fifo", stat.S_IFCHR: "char"}
+
+
+async def pieces(data: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(data), 1 << 18):
+        yield data[start : start + (1 << 18)]
+
+
+async def import_bytes(client: DSecClient, name: str, data: bytes, **params: Any) -> image_wire.Image:
+    return await client.import_image(image_wire.Import(name=name, **params), pieces(data))
+
+
+@pytest.fixture(scope="module")
+def tricky(daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The tricky image, and a toolkit with the program that describes it from inside."""
+    program = tmp_path_factory.mktemp("tools") / "tree"
+    subprocess.run(["cc", "-static", "-O1", "-o", program, HERE / "inside_tree.c"], check=True)
+    tools = Tar().dir("opt").file("opt/tree", program.read_bytes(), mode=0o755)
+
+    async def fill() -> None:
+        async with daemon.client() as client:
+            await import_bytes(client, "tricky:1", tar_of_directory(TRICKY), format="oci")
+            await import_bytes(client, "tools:1", tools.done(), kind="toolkit")
+
+    run(fill())
+    yield "tricky:1"
+    for name in ("tricky:1", "tools:1"):
+        daemon.ask("image.remove", {"ref": name})
+
+
+async def described(sandbox: Sandbox) -> dict[str, Any]:
+    """The tree inside, as the vectors describe one."""
+    result = await sandbox.exec(["/opt/tree"])
+    assert result.exit_code == 0, result.stderr
+    tree: dict[str, Any] = {}
+    inodes: dict[str, list[str]] = {}
+    for line in result.stdout.splitlines():
+        key, mode, uid, gid, size, major, minor, links, inode, target, *xattrs = line.split(" ")
+        path = bytes.fromhex(key)
+        kind = KINDS[stat.S_IFMT(int(mode, 8))]
+        entry: dict[str, Any] = {
+            "path": path.decode("utf-8", "backslashreplace"), "type": kind, "mode": f"{stat.S_IMODE(int(mode, 8)):#o}",
+            "uid": int(uid), "gid": int(gid),
+        }  # fmt: skip
+        if kind == "file":
+            data = await sandbox.read_file(b"/" + path)
+            assert len(data) == int(size)
+            entry |= {"size": int(size), "sha256": sha256(data).hexdigest()}
+        if kind == "symlink":
+            entry["target"] = os.fsdecode(bytes.fromhex(target))
+        if kind == "char":
+            entry["rdev"] = [int(major), int(minor)]
+        if xattrs:
+            entry["xattrs"] = dict(item.split("=", 1) for item in xattrs)
+        if kind != "dir" and int(links) > 1:
+            inodes.setdefault(inode, []).append(key)
+        tree[key] = entry
+    return {"tree": tree, "hardlinks": sorted(sorted(group) for group in inodes.values())}
+
+
+@asynchronous
+async def test_cases_17_to_20_tricky_tree_inside(daemon: Daemon, backend: str, tricky: str) -> None:
+    """Inside a sandbox every entry, hard link, mode, owner, xattr and name of the image is as umoci unpacks it."""
+    async with sandbox_of(daemon, backend, container_image=tricky, toolkits=["tools:1"]) as sandbox:
+        found, want = await described(sandbox), expected()
+        assert found["tree"].keys() == want["tree"].keys()
+        for key, entry in want["tree"].items():
+            assert found["tree"][key] == entry
+        assert found["hardlinks"] == want["hardlinks"]
+
+
+@asynchronous
+async def test_case_17_hard_links_stay_links_when_written(daemon: Daemon, backend: str) -> None:
+    """Links of one layer share their inode; git's own check passes on a repository that came in an image."""
+    data = Tar().dir("w").file("w/a", b"one").link("w/b", "w/a").done()
+    async with daemon.client() as client:
+        await import_bytes(client, "links:1", data, kind="workspace")
+        sandbox = await launch(client, backend, workspace="links:1")
+        try:
+            result = await sandbox.run_shell("stat -c '%i %h' /w/a /w/b")
+            first, second = result.stdout.splitlines()
+            assert first == second
+            assert first.split()[1] == "2"
+        finally:
+            await sandbox.stop()
+        daemon.ask("image.remove", {"ref": "links:1"})
+
+
+@asynchronous
+async def test_case_18_setuid_works_for_the_sandboxes_own_users(daemon: Daemon, backend: str) -> None:
+    """A setuid-root program of the image makes uid 1000 root inside; a file capability is honoured there too."""
+    async with sandbox_of(daemon, backend) as sandbox:
+        made = await sandbox.run_shell("cp /usr/bin/id /usr/bin/suid-id && chmod 4755 /usr/bin/suid-id")
+        assert made.exit_code == 0, made.stderr
+        assert (await sandbox.exec(["suid-id", "-u"], user="1000")).stdout == "0\n"
+        assert (await sandbox.exec(["id", "-u"], user="1000")).stdout == "1000\n"
+        passwd = await sandbox.run_shell("stat -c %a /usr/bin/passwd")
+        assert passwd.stdout == "4755\n", "the image's own"
+
+
+@asynchronous
+async def test_case_20_image_without_a_shell(daemon: Daemon, backend: str, tricky: str) -> None:
+    """No /bin/sh, no /tmp, an empty /etc/hosts: it starts, and a shell line says that /bin/sh is missing."""
+    async with sandbox_of(daemon, backend, container_image=tricky, toolkits=["tools:1"]) as sandbox:
+        assert sandbox.info.state == "running"
+        with pytest.raises(DsecError, match=r"/bin/sh: cannot execute: No such file") as caught:
+            await sandbox.run_shell("true")
+        assert (caught.value.kind, caught.value.infra) == ("not_found", False)
+        assert (await sandbox.exec(["/opt/tree"])).exit_code == 0
+        await sandbox.write_file("/tmp/new", b"made with its parents")
+        assert await sandbox.read_file("/tmp/new") == b"made with its parents"
+        assert await sandbox.read_file("/etc/hosts") == b""
+        assert (await sandbox.stat("/bigid")).uid == 197609
+
+
+@asynchronous
+async def test_case_20_empty_image(daemon: Daemon, backend: str) -> None:
+    """An image of one empty file: no directory to mount /proc on, and still it starts; files work."""
+    async with daemon.client() as client:
+        await import_bytes(client, "empty:1", Tar().file("only").done())
+        sandbox = await launch(client, backend, container_image="empty:1")
+        try:
+            assert await sandbox.read_file("/only") == b""
+            await sandbox.write_file("/dir/file", b"x")
+            with pytest.raises(DsecError) as caught:
+                await sandbox.exec(["/nothing"])
+            assert caught.value.kind == "not_found"
+        finally:
+            await sandbox.stop()
+        daemon.ask("image.remove", {"ref": "empty:1"})
+
+
+@asynchronous
+async def test_case_20_etc_is_links(daemon: Daemon, backend: str) -> None:
+    """/etc, /proc and /dev of an image that are links or files: started, or refused with a reason."""
+    async with daemon.client() as client:
+        for number, data in enumerate((
+            Tar().symlink("etc", "/nowhere").file("x").done(),
+            Tar().symlink("proc", "/tmp").dir("tmp").done(),
+            Tar().symlink("dev", "../../../../dev").done(),
+            Tar().file("dev", b"a file").done(),
+            Tar().file("proc", b"a file").done(),
+        )):  # fmt: skip
+            name = f"odd:{number}"
+            await import_bytes(client, name, data)
+            try:
+                sandbox = await launch(client, backend, container_image=name)
+            except DsecError as error:
+                assert len(error.message) > 20, error
+            else:
+                await sandbox.stop()
+            daemon.ask("image.remove", {"ref": name})
+
+
+@pytest.fixture
+def store(daemon: Daemon) -> Iterator[Path]:
+    """The daemon's image store; nothing half-made may stay in it."""
+    store = daemon.state / "images"
+    before = set(os.listdir(store))
+    yield store
+    assert set(os.listdir(store)) == before
+
+
+def altered(layout: Path, how: str) -> None:
+    """Damage the largest blob of an OCI layout."""
+    blob = max((layout / "blobs/sha256").iterdir(), key=lambda path: path.stat().st_size)
+    blob.chmod(0o644)
+    data = bytearray(blob.read_bytes())
+    if how == "truncated":
+        del data[len(data) // 2 :]
+    else:
+        data[len(data) // 2] ^= 1
+    blob.write_bytes(data)
+
+
+@pytest.mark.parametrize("how", ["truncated", "altered"])
+@asynchronous
+async def test_case_21_bad_layer_at_import(daemon: Daemon, store: Path, tmp_path: Path, how: str) -> None:
+    """A truncated or altered layer is refused at import with `image`; the store is as before."""
+    subprocess.run(["cp", "-r", TRICKY, tmp_path / "oci"], check=True)
+    altered(tmp_path / "oci", how)
+    async with daemon.client() as client:
+        names = [image.name for image in await client.images()]
+        with pytest.raises(DsecError) as caught:
+            await import_bytes(client, "bad:1", tar_of_directory(tmp_path / "oci"), format="oci")
+        assert (caught.value.kind, caught.value.infra) == ("image", True)
+        with pytest.raises(DsecError) as caught:
+            await import_bytes(client, "bad:2", b"not a tar at all" * 100)
+        assert caught.value.kind == "image"
+        assert [image.name for image in await client.images()] == names
+
+
+UNREAD = pytest.mark.xfail(strict=True, reason="a mount compares sizes and the superblock, and does not read the data")
+
+
+@pytest.mark.parametrize("how", ["truncated", "missing", pytest.param("altered", marks=UNREAD)])
+@asynchronous
+async def test_case_21_bad_data_at_mount(daemon: Daemon, backend: str, how: str) -> None:
+    """Data of the store that was truncated, removed or altered is refused with `image` when a sandbox asks for it."""
+    async with daemon.client() as client:
+        image = await import_bytes(
+            client, "hurt:1", Tar().dir("w").file("w/a", os.urandom(3 << 20)).done(), kind="workspace"
+        )
+        data = daemon.state / "images" / image.digest.removeprefix("sha256:") / "data"
+        try:
+            if how == "missing":
+                data.unlink()
+            else:
+                with open(data, "r+b") as file:
+                    if how == "truncated":
+                        file.truncate(1 << 20)
+                    else:
+                        file.seek(2 << 20)
+                        byte = file.read(1)
+                        file.seek(2 << 20)
+                        file.write(bytes([byte[0] ^ 1]))
+            with pytest.raises(DsecError) as caught:
+                async with sandbox_of(daemon, backend, container_image=BASE, workspace="hurt:1"):
+                    pass
+            assert (caught.value.kind, caught.value.infra) == ("image", True)
+        finally:
+            with contextlib.suppress(KeyError):
+                daemon.ask("image.remove", {"ref": "hurt:1"})["result"]
+
+
+@asynchronous
+async def test_layer_that_is_gone(daemon: Daemon, backend: str) -> None:
+    """A sandbox of a layer that was removed, or never was, is refused and names it."""
+    async with daemon.client() as client:
+        with pytest.raises(DsecError, match="never:1") as caught:
+            await launch(client, backend, toolkits=["never:1"])
+        assert caught.value.kind == "not_found"
+        await import_bytes(client, "soon:gone", Tar().file("x").done(), kind="toolkit")
+        sandbox = await launch(client, backend, toolkits=["soon:gone"])
+        reply = daemon.ask("image.remove", {"ref": "soon:gone"})
+        assert reply["error"]["data"]["kind"] == "conflict", "it is in use"
+        assert (await sandbox.exec(["ls", "/x"])).exit_code == 0
+        await sandbox.stop()
+        assert "result" in daemon.ask("image.remove", {"ref": "soon:gone"})
+        with pytest.raises(DsecError, match="soon:gone") as caught:
+            await launch(client, backend, toolkits=["soon:gone"])
+        assert caught.value.kind == "not_found"
