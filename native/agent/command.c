@@ -180,8 +180,10 @@ void command_ended(struct command *c, int status, const struct rusage *usage) {
 void command_forget_link(struct command *c) {
         c->fetching = c->exit_due = false;
         for (int i = 0; i < STREAMS; i++)
-                if (c->streams[i] && c->streams[i]->followed)
+                if (c->streams[i]) {
                         stream_unfollow(c->streams[i]);
+                        c->streams[i]->ever_followed = false;
+                }
 }
 
 void command_init(struct command *c, uint32_t channel) {

@@ -68,7 +68,7 @@ static void drop(struct command *c) {
         command_free(c);
 }
 
-/* The oldest ended records go first, until few enough are left. */
+/* The oldest ended records go first, until few enough are left. One of which the host is about to hear stays. */
 static void shed(void) {
         for (;;) {
                 struct command *oldest = NULL;
@@ -77,7 +77,8 @@ static void shed(void) {
                 for (struct command *c = commands; c; c = c->next)
                         if (c->ended) {
                                 kept += command_memory(c);
-                                oldest = c;
+                                if (!c->exit_due)
+                                        oldest = c;
                         }
                 if (!oldest || (n_ended <= ENDED_MAX && kept <= kept_max))
                         return;

@@ -73,10 +73,6 @@ bool link_room(void) {
         return pending(&out) < OUT_LOW;
 }
 
-bool link_has_buffers(void) {
-        return in.data != in.small || out.data != out.small;
-}
-
 void link_trim(void) {
         if (pending(&in) == 0)
                 buffer_release(&in);

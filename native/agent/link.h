@@ -19,8 +19,7 @@ bool link_room(void);
 /* Sends what the socket takes, parses what came in while the queue was too full to answer, and carries out a decision to
  * drop the connection. Once per turn of the loop. */
 void link_turn(void);
-/* Gives the big buffers back. True if there were any. */
-bool link_has_buffers(void);
+/* Gives memory back that is not in use now. */
 void link_trim(void);
 
 void frame_begin(enum frame_type type, uint32_t channel);

@@ -102,7 +102,7 @@ void sources_run(bool (*room)(void)) {
         }
 }
 
-void loop_once(int timeout_ms) {
+int loop_once(int timeout_ms) {
         int n = epoll_wait(epoll_fd, batch, BATCH, timeout_ms);
 
         batch_count = n > 0 ? n : 0;
@@ -112,4 +112,5 @@ void loop_once(int timeout_ms) {
                         watch->ready(watch, batch[i].events);
         }
         batch_count = 0;
+        return n;
 }

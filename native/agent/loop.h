@@ -33,5 +33,5 @@ bool sources_queued(void);
 /* Each queued source gets one turn, as long as room() says so. */
 void sources_run(bool (*room)(void));
 
-/* Waits up to timeout_ms (-1: for ever) and delivers what happened. */
-void loop_once(int timeout_ms);
+/* Waits up to timeout_ms (-1: for ever) and delivers what happened. Returns how many that were, 0 after the timeout. */
+int loop_once(int timeout_ms);

@@ -223,27 +223,29 @@ static int start(int argc, char **argv) {
         return 0;
 }
 
-static int timeout_now(int deadline) {
+static int timeout_now(int deadline, bool trim_due) {
         if (sources_queued() && link_room())
                 return 0;
-        if (link_has_buffers() && (deadline < 0 || deadline > TRIM_MS))
-                return TRIM_MS;
-        return deadline;
+        return trim_due && (deadline < 0 || deadline > TRIM_MS) ? TRIM_MS : deadline;
 }
 
 int main(int argc, char **argv) {
+        bool trim_due = false;
+
         if (argc < 1 || start(argc, argv) < 0)
                 return EXIT_FAILURE;
 
         /* From here on leaving is no longer allowed: with PID 1 the whole sandbox goes. */
         while (!finished) {
-                int deadline = exec_deadlines();
-                int timeout = timeout_now(deadline);
-                uint64_t slept = now_us();
+                int timeout = timeout_now(exec_deadlines(), trim_due);
 
-                loop_once(timeout);
-                if (timeout == TRIM_MS && now_us() - slept >= TRIM_MS * 1000)
+                if (loop_once(timeout) > 0)
+                        trim_due = true;
+                else if (timeout == TRIM_MS) {
+                        /* A second without anything to do: give back what the last hour needed. */
                         link_trim();
+                        trim_due = false;
+                }
                 sources_run(link_room);
                 link_turn();
         }

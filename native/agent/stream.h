@@ -22,7 +22,7 @@ struct stream {
         uint8_t *head, *ring;
         uint64_t total;
         uint64_t left;
-        bool followed, ever_followed;
+        bool followed, ever_followed; /* by this connection */
         uint64_t sent, limit; /* of the follower */
 };
 

@@ -236,6 +236,12 @@ class Client:
     def close(self) -> None:
         self.sock.close()
 
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
     def channel(self) -> int:
         self.next += 1
         return self.next - 1
@@ -421,7 +427,6 @@ def sandbox(rootfs: Path, request: pytest.FixtureRequest) -> Iterator[Box]:
 
 @pytest.fixture
 def client(sandbox: Box) -> Iterator[Client]:
-    connected = Client(sandbox.socket)
-    yield connected
-    connected.close()
+    with Client(sandbox.socket) as connected:
+        yield connected
     assert sandbox.alive(), "the agent died"
