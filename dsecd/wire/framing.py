@@ -10,36 +10,35 @@ class FrameTooLong(Exception):
 
 
 class Lines:
-    """Bytes in, whole lines out (without the LF). Holds at most one unfinished line of `limit` bytes."""
+    """Bytes in, whole lines out (without the LF). Holds at most one unfinished line of `limit` bytes.
+
+    A long line is copied once, when it is whole; until then only views of what was received are kept.
+    """
 
     __slots__ = ("_limit", "_parts", "_size")
 
     def __init__(self, limit: int = MAX_FRAME) -> None:
         self._limit = limit
-        self._parts: list[bytes] = []
+        self._parts: list[bytes | memoryview] = []
         self._size = 0
 
     def feed(self, data: bytes) -> list[bytes]:
         """Lines completed by `data`; empty lines are dropped."""
-        pieces = data.split(b"\n")
-        if len(pieces) == 1:
-            self._keep(data)
-            return []
-        first, last = pieces[0], pieces.pop()
-        if self._parts:
-            self._keep(first)
-            pieces[0] = b"".join(self._parts)
-        self._parts = []
-        self._size = 0
-        for piece in pieces:
-            if len(piece) > self._limit:
+        lines: list[bytes] = []
+        start = 0
+        while (end := data.find(b"\n", start)) >= 0:
+            if self._size + end - start > self._limit:
                 raise FrameTooLong
-        if last:
-            self._keep(last)
-        return [piece for piece in pieces if piece]
-
-    def _keep(self, data: bytes) -> None:
-        self._size += len(data)
-        if self._size > self._limit:
-            raise FrameTooLong
-        self._parts.append(data)
+            if self._parts:
+                self._parts.append(memoryview(data)[start:end])
+                lines.append(b"".join(self._parts))
+                self._parts, self._size = [], 0
+            elif end > start:
+                lines.append(data[start:end])
+            start = end + 1
+        if start < len(data):
+            self._size += len(data) - start
+            if self._size > self._limit:
+                raise FrameTooLong
+            self._parts.append(memoryview(data)[start:] if start else data)
+        return lines
