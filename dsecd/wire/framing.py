@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from dsecd.wire.base import MAX_FRAME
+
+
+MAX_PARTS: Final = 512
 
 
 class FrameTooLong(Exception):
@@ -41,4 +46,6 @@ class Lines:
             if self._size > self._limit:
                 raise FrameTooLong
             self._parts.append(memoryview(data)[start:] if start else data)
+            if len(self._parts) > MAX_PARTS:  # somebody who sends byte by byte must not cost an object for each
+                self._parts = [b"".join(self._parts)]
         return lines
