@@ -1,0 +1,198 @@
+"""`dsecctl image …`: what sandboxes are made of."""
+
+from __future__ import annotations
+
+import asyncio
+
+import click
+
+from dsecctl import output
+from dsecctl.app import App, Group, command, pass_app
+from dsecctl.progress import ProgressLine
+from dsecctl.sources import open_source
+from dsecctl.table import size
+from dsecctl.values import DURATION, IMAGE, PAIR
+from dsecd.errors import DsecError
+from dsecd.wire import images as wire
+
+
+@click.group("image", cls=Group)
+def image() -> None:
+    """Import, list and remove images.
+
+    An image is a base, or a layer above one: a workspace (the files to work on) or a toolkit (tools). It never
+    changes, and sandboxes that use the same one share it.
+    """
+
+
+@command(
+    "import",
+    examples="""
+    dsecctl image import ./rootfs debian:12
+    dsecctl image import base.tar.zst debian:12
+    dsecctl image import docker://docker.io/library/debian:12 debian:12
+    dsecctl image import --kind workspace --prefix workspace ./project app:1
+    docker save app | dsecctl image import --format docker - app:latest
+    """,
+)
+@click.option("--kind", type=click.Choice(["base", "workspace", "toolkit"]), default="base", show_default=True,
+              help="What it is for.")  # fmt: skip
+@click.option("--format", "form", type=click.Choice(["auto", "tar", "oci", "docker"]), default="auto",
+              show_default=True, help="What SOURCE is.")  # fmt: skip
+@click.option("--tag", metavar="REF", help="Which image of an archive that holds several.")
+@click.option("--prefix", default="", metavar="DIR", help="Put a plain tree below this directory of the image.")
+@click.option("-e", "--env", type=PAIR, multiple=True, help="Variable for commands in it; repeatable.")
+@click.option("-w", "--workdir", metavar="DIR", help="Working directory of commands in it.")
+@click.option("-u", "--user", metavar="USER", help="User of commands in it.")
+@click.argument("source")
+@click.argument("name")
+@pass_app
+async def import_(
+    app: App, kind: wire.ImageKind, form: str, tag: str | None, prefix: str, env: tuple[tuple[str, str], ...],
+    workdir: str | None, user: str | None, source: str, name: str,
+) -> int:  # fmt: skip
+    """Make an image called NAME of SOURCE.
+
+    SOURCE is a directory, a tar (plain or compressed with gzip, zstd, xz or bzip2), an OCI layout (a directory or a tar
+    of one), an archive of `docker save`, docker://REGISTRY/NAME:TAG, or `-` for stdin. Files keep owners, modes, times,
+    hard links and extended attributes, as far as you may read them; what you may not read is left out and reported,
+    and the exit status is 1.
+    """
+    async with app.client() as client:
+        found = open_source(source, form)
+        params = wire.Import(
+            name=name, kind=kind, format=found.format, reference=found.reference or tag, prefix=prefix,
+            env=dict(env), workdir=workdir, user=user,
+        )  # fmt: skip
+        with ProgressLine(quiet=app.quiet, total=found.total) as line:
+            stream = line.counted(found.stream) if found.stream is not None else None
+            made = await client.import_image(params, stream, line.update)
+    for issue in found.issues:
+        output.note(f"left out: {issue}")
+    _made(app, made)
+    return int(bool(found.issues))
+
+
+@command(
+    "bootstrap",
+    examples="""
+    dsecctl image bootstrap debian:12
+    dsecctl image bootstrap --suite trixie --include git,python3-pip debian:13
+    """,
+)
+@click.option("--suite", help="Debian suite, as bookworm.  [default: the host's own]")
+@click.option("--include", multiple=True, metavar="PACKAGE[,...]", help="More packages; repeatable.")
+@click.argument("name")
+@pass_app
+async def bootstrap(app: App, suite: str | None, include: tuple[str, ...], name: str) -> None:
+    """Make a Debian base called NAME with mmdebstrap, on the daemon's host, from its own apt sources."""
+    packages = [package for words in include for package in words.split(",") if package]
+    async with app.client() as client:
+        with ProgressLine(quiet=app.quiet) as line:
+            params = wire.Bootstrap(name=name, suite=suite, include=packages)
+            made = await client.bootstrap_image(params, line.update)
+    _made(app, made)
+
+
+@command(
+    "list",
+    examples="""
+    dsecctl image list
+    dsecctl image list --json | jq -r '.[] | select(.used_by == 0).name'
+    """,
+)
+@click.option("--kind", type=click.Choice(["base", "workspace", "toolkit"]), help="Only of this kind.")
+@click.option("--no-trunc", is_flag=True, help="As wide as it needs; else the terminal's width, or 80.")
+@pass_app
+async def list_(app: App, kind: str | None, no_trunc: bool) -> None:
+    """List images, newest first. USED is the number of sandboxes that have it mounted."""
+    async with app.client() as client:
+        found = [one for one in await client.images() if kind in (None, one.kind)]
+    if app.json:
+        output.emit(found)
+        return
+    rows = [
+        (
+            one.name or "-", one.kind, size(one.data_size + one.meta_size), str(one.files), one.created[:10],
+            str(one.used_by), one.digest if no_trunc else one.digest.removeprefix("sha256:")[:12],
+        )
+        for one in found
+    ]  # fmt: skip
+    head = ("NAME", "KIND", "SIZE", "FILES", "CREATED", "USED", "DIGEST")
+    output.table(head, rows, shrink=(0,), cut=not no_trunc)
+
+
+@command("show", examples="dsecctl image show debian:12")
+@click.argument("ref", type=IMAGE, metavar="IMAGE")
+@pass_app
+async def show(app: App, ref: str) -> None:
+    """Show all that is known of one image, by name or digest."""
+    async with app.client() as client:
+        one: wire.Image = await client.call("image.get", wire.ByRef(ref=ref))
+    if app.json:
+        output.emit(one)
+        return
+    output.pairs([
+        ("name", one.name or "-"), ("kind", one.kind), ("digest", one.digest), ("source", one.source or "-"),
+        ("created", one.created), ("files", str(one.files)), ("metadata", size(one.meta_size)),
+        ("data", size(one.data_size)), ("env", " ".join(f"{key}={value}" for key, value in one.env.items()) or "-"),
+        ("workdir", one.workdir or "-"), ("user", one.user or "-"), ("used by", f"{one.used_by} sandboxes"),
+    ])  # fmt: skip
+
+
+@command("rm", examples="dsecctl image rm debian:12 app:1")
+@click.argument("refs", nargs=-1, required=True, type=IMAGE, metavar="IMAGE...")
+@pass_app
+async def rm(app: App, refs: tuple[str, ...]) -> int:
+    """Remove images that no sandbox uses.
+
+    Of an image with several names, only the name goes. Exit status 1 says that one could not be removed.
+    """
+    async with app.client() as client:
+        work = (client.call("image.remove", wire.ByRef(ref=ref)) for ref in refs)
+        results = await asyncio.gather(*work, return_exceptions=True)
+    documents: list[object] = []
+    for ref, result in zip(refs, results, strict=True):
+        if isinstance(result, DsecError):
+            output.note(f"{ref}: {result}")
+            documents.append({"image": ref, "error": {"kind": result.kind, "message": result.message}})
+        elif isinstance(result, BaseException):
+            raise result
+        else:
+            documents.append({"image": ref, "removed": True})
+            if not app.json and not app.quiet:
+                output.out(ref)
+    if app.json:
+        output.emit(documents)
+    return int(any(isinstance(result, DsecError) for result in results))
+
+
+@command(
+    "gc",
+    examples="""
+    dsecctl image gc
+    dsecctl image gc --min-age 1h
+    """,
+)
+@click.option("--min-age", type=DURATION, default=0.0, help="Spare what is younger.")
+@pass_app
+async def gc(app: App, min_age: float) -> None:
+    """Remove images that have no name and no user, and what imports that crashed left behind."""
+    async with app.client() as client:
+        done: wire.Collected = await client.call("image.gc", wire.Gc(min_age_s=min_age))
+    if app.json:
+        output.emit(done)
+    elif not app.quiet:
+        output.lines(done.removed)
+        output.out(f"{len(done.removed)} removed, {size(done.freed_bytes)} freed")
+
+
+for _one in (import_, bootstrap, list_, show, rm, gc):
+    image.add_command(_one)
+
+
+def _made(app: App, made: wire.Image) -> None:
+    if app.json:
+        output.emit(made)
+    else:
+        output.out(made.digest)

@@ -1,0 +1,140 @@
+"""`dsecctl run`: make a sandbox, run a command in it, take it away."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+
+import click
+
+from dsecctl import output
+from dsecctl.app import App, command, pass_app
+from dsecctl.execs import FAILED, SHELLS, argv_of, command_options, run_in, shell_in, start
+from dsecctl.values import DURATION, IMAGE, PAIR, SIZE
+from dsecd.client import DSecClient, DSecContainerRunArgs, Sandbox
+from dsecd.errors import DsecError
+
+LEASE_S: Final = 60.0  # an attached run whose dsecctl is killed is over after this long
+
+
+@command(
+    "run", failure=FAILED, context_settings={"allow_interspersed_args": False},
+    examples="""
+    dsecctl run debian:12 -- python3 -c 'print(1)'
+    dsecctl run -it debian:12
+    dsecctl run -d --name box --toolkit pytest:8 --ttl 2h debian:12
+    dsecctl run --workspace app:1 -w /workspace --memory 2g debian:12 make test
+    """,
+)  # fmt: skip
+@command_options
+@click.option("-d", "--detach", is_flag=True, help="Leave it running and print its id.")
+@click.option("--rm/--no-rm", default=None, help="Remove it at the end.  [default: unless --detach]")
+@click.option("--workspace", type=IMAGE, metavar="IMAGE", help="Layer with the files to work on.")
+@click.option("--toolkit", "toolkits", type=IMAGE, metavar="IMAGE", multiple=True, help="Layer with tools; repeatable.")
+@click.option("--cpu", type=float, default=1.0, show_default=True, help="Cores.")
+@click.option("--memory", type=SIZE, default="1g", show_default=True, help="Memory.")
+@click.option("--disk", type=SIZE, default="4g", show_default=True, help="Writable disk.")
+@click.option("--pids", type=int, default=512, show_default=True, help="Processes and threads.")
+@click.option("--name", help="Name of the sandbox. With -d, one of that name that runs is returned.")
+@click.option("--hostname", help="Host name inside.")
+@click.option("-l", "--label", "labels", type=PAIR, multiple=True, help="Label, to find it again; repeatable.")
+@click.option("--owner", default="", metavar="TEXT", help="Free text about who needs it.")
+@click.option("--ttl", type=DURATION, help="Stop it this long after its start, whatever it does.")
+@click.option("--idle", type=DURATION, help="Stop it after so long without a running command.")
+@click.option("--lease", type=DURATION, help="Stop it when no client has renewed it for so long.")
+@click.option(
+    "--on-expiry", type=click.Choice(["stop", "pause"]), default="stop", show_default=True,
+    help="What the end of a time or lease does.",
+)  # fmt: skip
+@click.argument("image", type=IMAGE)
+@click.argument("argv", nargs=-1, type=click.UNPROCESSED, metavar="[--] [COMMAND...]")
+@pass_app
+async def run(
+    app: App, image: str, argv: tuple[str, ...], detach: bool, rm: bool | None, interactive: bool, tty: bool,
+    timeout: float | None, **options: Any,
+) -> int:  # fmt: skip
+    """Make a sandbox and run a command in it.
+
+    Attached, the sandbox is taken away when the command ends; output, exit status and Ctrl-C are as with `dsecctl
+    exec`. Without a command, -t opens a shell. With --detach the sandbox stays until it is stopped or one of its times
+    runs out; the command, if there is one, goes on in it, and `dsecctl logs` shows what it writes.
+
+    Options stand before IMAGE; what follows IMAGE is the command. Sizes are 512m or 2g (a bare number is MiB), times
+    30s, 5m, 1h or 2d (a bare number is seconds).
+    """
+    words = argv_of(argv)
+    remove = rm if rm is not None else not detach
+    _check(words, detach, remove, interactive, tty, timeout)
+    args = _args(image, options)
+    if remove and args.lease_s is None:
+        args.lease_s = LEASE_S
+    async with app.client() as client:
+        if detach:
+            return await _detached(app, client, args, words, timeout)
+        if args.name is not None:
+            await _refuse_existing(client, args.name)
+        box = await client.run_container(args)
+        try:
+            if not words:
+                return await shell_in(app, box, SHELLS)
+            return await run_in(app, box, words, interactive=interactive, tty=tty, timeout=timeout)
+        finally:
+            await _leave(app, box, remove)
+
+
+def _check(words: list[str], detach: bool, remove: bool, interactive: bool, tty: bool, timeout: float | None) -> None:
+    if detach and (interactive or tty):
+        raise click.UsageError("--detach excludes -i and -t")
+    if detach and remove:
+        raise click.UsageError("--detach excludes --rm: use --ttl or --idle")
+    if not words and not detach and not tty:
+        raise click.UsageError("give a command after IMAGE, or -it for a shell, or -d")
+    if not words and timeout is not None:
+        raise click.UsageError("--timeout needs a command; the sandbox has --ttl and --idle")
+
+
+def _args(image: str, options: dict[str, Any]) -> DSecContainerRunArgs:
+    return DSecContainerRunArgs(
+        container_image=image, workspace=options["workspace"], toolkits=list(options["toolkits"]),
+        memory_limit_mb=options["memory"], cpu_cores_limit=options["cpu"], disk_limit_mb=options["disk"],
+        pids_limit=options["pids"], ttl_running_stop=options["idle"], ttl_total=options["ttl"],
+        lease_s=options["lease"], init_user=options["user"], env=dict(options["env"]), workdir=options["workdir"],
+        hostname=options["hostname"], name=options["name"], labels=dict(options["labels"]), owner=options["owner"],
+        on_expiry=options["on_expiry"],
+    )  # fmt: skip
+
+
+async def _detached(
+    app: App, client: DSecClient, args: DSecContainerRunArgs, words: list[str], timeout: float | None
+) -> int:
+    box = await client.run_container(args)
+    process = await start(box, words, timeout=timeout) if words else None
+    if app.json:
+        output.emit({"sandbox": box.info, "exec_id": process.id if process else None})
+    else:
+        output.out(box.id)
+    return 0
+
+
+async def _refuse_existing(client: DSecClient, name: str) -> None:
+    """A name is get-or-create, and an attached run removes what it got: not somebody's box."""
+    try:
+        found = await client.get(name)
+    except DsecError as exc:
+        if exc.kind == "not_found":
+            return
+        raise
+    if found.info.state not in ("stopped", "failed"):
+        text = f"sandbox {name!r} is there already: use dsecctl exec, or another name"
+        raise DsecError("conflict", text, sandbox_id=found.id)
+
+
+async def _leave(app: App, box: Sandbox, remove: bool) -> None:
+    if not remove:
+        app.note(f"sandbox {box.id} goes on")
+        return
+    try:
+        await asyncio.shield(box.stop())
+    except DsecError as exc:
+        if exc.kind not in ("not_found", "sandbox_dead"):
+            app.note(f"sandbox {box.id} could not be removed: {exc}; its lease ends it, ignoring")
