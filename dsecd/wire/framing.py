@@ -6,7 +6,6 @@ from typing import Final
 
 from dsecd.wire.base import MAX_FRAME
 
-
 MAX_PARTS: Final = 512
 
 
