@@ -30,17 +30,32 @@ class SandboxApi:
         specs = _specs(params)
         limit = asyncio.Semaphore(AT_ONCE)
 
+        made: list[str] = []
+
         async def one(spec: wire.Spec) -> wire.CreateOne:
             async with limit:
                 try:
                     record = await self._manager.create(spec, _owner(call, spec), params.request_id or "")
+                    made.append(record.id)
                     return wire.CreateOne(sandbox=self._manager.public(record))
                 except DsecError as exc:
                     return wire.CreateOne(error=wire.Failed(exc.kind, exc.message, exc.infra, exc.retryable))
 
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(spec)) for spec in specs]
+        leases = [spec.lease_s for spec in specs if spec.lease_s is not None]
+        keeper = asyncio.ensure_future(self._keep(made, min(leases, default=3600.0) / 3, call.peer.uid))
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(spec)) for spec in specs]
+            self._manager.renew(made, call.peer.uid)
+        finally:
+            keeper.cancel()
         return wire.Created(results=[task.result() for task in tasks])
+
+    async def _keep(self, made: list[str], every: float, uid: int) -> None:
+        """Renew the leases of what a long create_many has made so far: its caller does not know of them yet."""
+        while True:
+            await asyncio.sleep(every)
+            self._manager.renew(made, uid)
 
     def get(self, call: Call, params: wire.ById) -> wire.Sandbox:
         return self._manager.public(self._manager.record(params.id))

@@ -1,7 +1,7 @@
 """Start containers, take them back after a daemon restart, end them.
 
-`start` and `adopt` are context managers: leaving them kills and removes the container. A daemon that lets go of its
-sandboxes without ending them (restart) simply never leaves them.
+Whoever calls `start` or `adopt` owns the container and calls `end`, also after a failure. A daemon that lets go of its
+sandboxes without ending them (restart) simply never does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import logging
 import os
 import shutil
 import socket
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -62,16 +61,10 @@ class ContainerBackend:
     def directory(self, ident: str) -> Path:
         return self._run_dir / ident
 
-    @contextlib.asynccontextmanager
-    async def start(self, plan: Plan) -> AsyncIterator[Container]:
-        """Start a new container and greet its agent."""
-        cgroup = self.cgroups.sandbox(plan.id)
-        try:
-            async with self._starts:
-                container = await self._start(plan, cgroup)
-            yield container
-        finally:
-            await asyncio.shield(self._end(plan.id, cgroup))
+    async def start(self, plan: Plan) -> Container:
+        """Start a new container and greet its agent. `end` it in any case."""
+        async with self._starts:
+            return await self._start(plan, self.cgroups.sandbox(plan.id))
 
     async def _start(self, plan: Plan, cgroup: SandboxCgroup) -> Container:
         directory = self.directory(plan.id)
@@ -108,20 +101,19 @@ class ContainerBackend:
         stack.callback(os.close, group_fd)
         return listener.fileno(), group_fd
 
-    @contextlib.asynccontextmanager
-    async def adopt(self, ident: str, pid: int, started: int) -> AsyncIterator[Container]:
-        """Take back a container that an earlier daemon started. `sandbox_dead` when it is gone."""
-        cgroup = self.cgroups.sandbox(ident)
-        try:
-            if proc.start_time(pid) != started:
-                raise DsecError("sandbox_dead", "the container's init is gone", sandbox_id=ident)
-            link = await AgentLink.connect(f"{self.directory(ident)}/agent.sock", self._hello, READY_S)
-            yield Container(ident, pid, started, cgroup, link)
-        finally:
-            await asyncio.shield(self._end(ident, cgroup))
+    async def adopt(self, ident: str, pid: int, started: int) -> Container:
+        """Take back what an earlier daemon started. `sandbox_dead` when it is gone; `end` it in any case."""
+        if proc.start_time(pid) != started:
+            raise DsecError("sandbox_dead", "the container's init is gone", sandbox_id=ident)
+        link = await AgentLink.connect(f"{self.directory(ident)}/agent.sock", self._hello, READY_S)
+        return Container(ident, pid, started, self.cgroups.sandbox(ident), link)
 
-    async def _end(self, ident: str, cgroup: SandboxCgroup) -> None:
-        """Kill what runs, remove what is left: callable at any point of a start, and twice."""
+    async def end(self, ident: str) -> None:
+        """Kill what runs, remove what is left: callable at any point of a start, and twice. No cancel stops it."""
+        await asyncio.shield(self._end(ident))
+
+    async def _end(self, ident: str) -> None:
+        cgroup = self.cgroups.sandbox(ident)
         cgroup.kill()
         await self.runtime.delete(ident)
         await asyncio.to_thread(cgroup.remove)
@@ -135,7 +127,7 @@ class ContainerBackend:
         strays = sorted(found - keep)
         for ident in strays:
             log.warning("removing a container nobody owns: %s", ident, extra={"sandbox_id": ident})
-            await self._end(ident, self.cgroups.sandbox(ident))
+            await self._end(ident)
         return strays
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from msgspec import Struct
@@ -17,6 +17,7 @@ from dsecd.agent.link import AgentLink
 from dsecd.container.backend import Container, ContainerBackend
 from dsecd.container.bundle import Plan
 from dsecd.disk import DiskPool
+from dsecd.erofs.aio import uninterrupted
 from dsecd.erofs.mount import MountTable
 from dsecd.erofs.store import ImageStore
 from dsecd.errors import DsecError
@@ -46,6 +47,8 @@ class Live:
     def __init__(self, record: Record, rooms: Rooms) -> None:
         self.record = record
         self._rooms = rooms
+        # Callbacks only, each pushed before its step is tried (all of them may be called for nothing). No asynchronous
+        # generators: a loop that ends closes those it finds, and a daemon that stops would end its sandboxes.
         self.stack = contextlib.AsyncExitStack()
         self.lock = asyncio.Lock()  # one life-cycle move at a time
         self.changed = asyncio.Event()
@@ -62,19 +65,21 @@ class Live:
         record.slot = rooms.slots.take()
         self.stack.callback(rooms.slots.free, record.slot)
         base = rooms.slots.base(record.slot)
-        scratch = await self.stack.enter_async_context(_space(rooms.pool, record, base))
         spec = record.spec
+        self.stack.push_async_callback(asyncio.to_thread, rooms.pool.destroy, record.id)
+        space = await uninterrupted(asyncio.to_thread(rooms.pool.create, record.id, spec.disk_mb * MIB, base))
         plan = Plan(
             id=record.id,
             lowers=tuple(lowers),
-            scratch=str(scratch),
+            scratch=str(space.path),
             id_base=base,
             hostname=spec.hostname or spec.name or "sandbox",
             memory=spec.memory_mb * MIB,
             pids=spec.pids,
             cpu=spec.cpu,
         )
-        self._ready(await self.stack.enter_async_context(rooms.containers.start(plan)))
+        self.stack.push_async_callback(rooms.containers.end, record.id)
+        self._ready(await rooms.containers.start(plan))
 
     async def adopt(self) -> None:
         """Take everything back after a daemon restart; `sandbox_dead` when its init is gone."""
@@ -84,13 +89,14 @@ class Live:
         rooms.slots.claim(record.slot)
         self.stack.callback(rooms.slots.free, record.slot)
         self.stack.push_async_callback(asyncio.to_thread, rooms.pool.destroy, record.id)
-        adopted = rooms.containers.adopt(record.id, record.pid, record.ticks)
-        self._ready(await self.stack.enter_async_context(adopted))
+        self.stack.push_async_callback(rooms.containers.end, record.id)
+        self._ready(await rooms.containers.adopt(record.id, record.pid, record.ticks))
         assert self.commands is not None
         await self.commands.take_back()
 
     async def _enter_layer(self, digest: str) -> Path:
-        return await self.stack.enter_async_context(self._rooms.mounts.hold(digest, self.record.id))
+        self.stack.push_async_callback(self._rooms.mounts.release, digest, self.record.id)
+        return Path((await self._rooms.mounts.acquire(digest, self.record.id)).path)
 
     def _ready(self, container: Container) -> None:
         self.container = container
@@ -131,12 +137,3 @@ class Live:
             container.cgroup.kill()
             await container.link.close()
         await self.stack.aclose()
-
-
-@contextlib.asynccontextmanager
-async def _space(pool: DiskPool, record: Record, owner: int) -> AsyncIterator[Path]:
-    space = await asyncio.to_thread(pool.create, record.id, record.spec.disk_mb * MIB, owner)
-    try:
-        yield space.path
-    finally:
-        await asyncio.to_thread(pool.destroy, record.id)

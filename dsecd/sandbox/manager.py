@@ -161,6 +161,8 @@ class Manager:
             await self.store.put(record)
             await live.start()
             record.running = record.idle_since = now()
+            if record.spec.lease_s is not None:  # its owner could not renew what it did not know of
+                record.lease_deadline = now() + record.spec.lease_s
             await self._move(live, "started")
         self.created += 1
         self._watch(live)
