@@ -269,6 +269,13 @@ static int add_status(struct command *c, struct child_ends *ends, int *ret_their
         return r;
 }
 
+/* Best effort: under memory pressure the command should go, not the agent. A child inherits the agent's value, and cannot
+ * set its own: as it is not dumpable, its /proc files are not its own. */
+static void set_oom(const char *value) {
+        if (confinement->oom_fd >= 0)
+                (void) !pwrite(confinement->oom_fd, value, strlen(value), 0);
+}
+
 /* An ordinary copy-on-write child, not a vfork-like one: the tenant can stop it, and must not be able to stop us. */
 static int clone_into(struct command *c, const struct spawn *spawn) {
         cleanup_fd int leaf = leaf_create(c->channel);
@@ -284,9 +291,11 @@ static int clone_into(struct command *c, const struct spawn *spawn) {
                 return r;
         }
         c->started_us = now_us();
+        set_oom("500");
         long pid = syscall(SYS_clone3, &args, sizeof(args));
         if (pid == 0)
                 child_run(spawn, confinement);
+        set_oom(confinement->oom_own);
         if (pid < 0) {
                 int r = -errno;
                 leaf_release(c->channel);

@@ -101,7 +101,7 @@ int feed_push(struct feed *f, struct span data) {
                 data.size -= n;
         }
         if (data.size > 0 && !f->ended) {
-                if (!f->ring && !(f->ring = pages_map(FEED_WINDOW))) {
+                if (!f->ring && !(f->ring = pages_map_own(FEED_WINDOW))) {
                         feed_close(f);
                         return 0;
                 }

@@ -318,7 +318,7 @@ static void listen_on(const char *path) {
 }
 
 int main(int argc, char **argv) {
-        static struct confinement confinement;
+        static struct confinement confinement = { .oom_fd = -1 };
         uint64_t end, rounds = 0;
         uint32_t channel = 8;
 

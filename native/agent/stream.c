@@ -24,9 +24,9 @@ static uint64_t stream_allowance(const struct stream *s) {
 }
 
 static int stream_allocate(struct stream *s, uint64_t want) {
-        if (s->total < s->cap_head && !s->head && !(s->head = pages_map(s->cap_head)))
+        if (s->total < s->cap_head && !s->head && !(s->head = pages_map_own(s->cap_head)))
                 return -ENOMEM;
-        if (s->total + want > s->cap_head && !s->ring && !(s->ring = pages_map(s->room)))
+        if (s->total + want > s->cap_head && !s->ring && !(s->ring = pages_map_own(s->room)))
                 return -ENOMEM;
         return 0;
 }
