@@ -185,6 +185,20 @@ class DSecClient:
         """Any method of the protocol, as its messages. The typed calls below are all made of it."""
         return await self.peer.call(method, params)
 
+    async def ran(self, method: str, params: base.Params) -> ExecResult:
+        """A call that runs something to its end; output that was sent ahead of the reply is put back into it."""
+        ahead: dict[int, list[bytes]] = {1: [], 2: []}
+
+        def notified(name: str, raw: msgspec.Raw) -> None:
+            if name == "exec.output":
+                piece = msgspec.json.decode(raw, type=base.ExecOutput)
+                ahead.setdefault(piece.stream, []).append(piece.data)
+
+        ran: execs.Ran = await self.peer.finish(self.peer.start(method, params, notified=notified))
+        if ran.sent_ahead:
+            ran.stdout, ran.stderr = b"".join(ahead[1]), b"".join(ahead[2])
+        return _result(ran)
+
     # -- sandboxes ----------------------------------------------------------------------------------------------------
     async def run_container(
         self, args: DSecContainerRunArgs, *, timeout: float | None = None, request_id: str | None = None
@@ -381,7 +395,7 @@ class Sandbox:
             return await self._run_fed(params, data, timeout, env, cwd, user, cap_bytes, request_id)
         params.timeout_s, params.stdin, params.env = timeout, data, dict(env or {})
         params.cwd, params.user, params.cap_bytes, params.request_id = cwd, user, cap_bytes, request_id
-        return _result(await self._client.call("exec.run", params))
+        return await self._client.ran("exec.run", params)
 
     async def _run_fed(
         self, params: execs.Run, data: bytes, timeout: float | None, env: Mapping[str, str] | None, cwd: str | None,
@@ -397,13 +411,13 @@ class Sandbox:
 
     async def start(
         self, argv: list[str], *, stdin: bool = False, tty: bool = False, rows: int = 24, cols: int = 80,
-        timeout: float | None = None, env: Mapping[str, str] | None = None, cwd: str | None = None,
-        user: str | None = None, cap_bytes: int = 8 << 20, request_id: str | None = None,
+        follow: bool = False, timeout: float | None = None, env: Mapping[str, str] | None = None,
+        cwd: str | None = None, user: str | None = None, cap_bytes: int = 8 << 20, request_id: str | None = None,
     ) -> Process:  # fmt: skip
-        """Start a program and go on."""
+        """Start a program and go on. follow: `output` is read next, and from its first byte nothing is lost."""
         params = execs.Start(
-            id=self.id, argv=argv, stdin=stdin, tty=tty, rows=rows, cols=cols, timeout_s=timeout, env=dict(env or {}),
-            cwd=cwd, user=user, cap_bytes=cap_bytes, request_id=request_id,
+            id=self.id, argv=argv, stdin=stdin, tty=tty, rows=rows, cols=cols, follow=follow, timeout_s=timeout,
+            env=dict(env or {}), cwd=cwd, user=user, cap_bytes=cap_bytes, request_id=request_id,
         )  # fmt: skip
         started: execs.Started = await self._client.call("exec.start", params)
         return Process(self._client, self.id, started.exec_id)
@@ -529,7 +543,7 @@ class Process:
 
     async def wait(self, *, timeout: float | None = None) -> ExecResult:
         """Its result. timeout: of this call, not of the command."""
-        return _result(await self._client.call("exec.wait", execs.Wait(timeout_s=timeout, **self._ref)))
+        return await self._client.ran("exec.wait", execs.Wait(timeout_s=timeout, **self._ref))
 
     async def write(self, data: bytes, *, eof: bool = False) -> None:
         """Feed its stdin; waits while the command does not read."""
@@ -585,7 +599,7 @@ class Session:
         params = execs.SessionRun(
             shell=line, timeout_s=timeout, cap_bytes=cap_bytes, request_id=request_id, **self._ref
         )
-        return _result(await self._client.call("session.run", params))
+        return await self._client.ran("session.run", params)
 
     async def close(self) -> None:
         await self._client.call("session.close", execs.SessionRef(**self._ref))
