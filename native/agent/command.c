@@ -184,6 +184,7 @@ void command_ended(struct command *c, int status, const struct rusage *usage) {
 
 void command_forget_link(struct command *c) {
         c->fetching = c->exit_due = false;
+        feed_forget_link(&c->feed);
         for (int i = 0; i < STREAMS; i++)
                 if (c->streams[i]) {
                         stream_unfollow(c->streams[i]);
