@@ -18,6 +18,7 @@
 #include "exec.h"
 #include "leaf.h"
 #include "link.h"
+#include "start.h"
 #include "tar.h"
 #include "user.h"
 
@@ -330,7 +331,7 @@ int main(int argc, char **argv) {
         fill();
         signal(SIGPIPE, SIG_IGN);
         leaf_init(-1); /* nothing is ever cloned */
-        exec_init(&confinement, open("/etc/passwd", O_RDWR | O_CREAT, 0644), -1);
+        start_init(&confinement, open("/etc/passwd", O_RDWR | O_CREAT, 0644), -1);
         dispatch_init(&confinement);
         listen_on("/s");
         for (; now_us() < end; rounds++) {

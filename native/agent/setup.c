@@ -134,7 +134,7 @@ static int hear_init(int peer) {
 }
 
 /* Starts it, and sees to it that our children are born in its namespace; we ourselves stay where we are. */
-static int start_init(pid_t *ret_pid) {
+static int spawn_init(pid_t *ret_pid) {
         struct clone_args args = { .flags = CLONE_NEWPID, .exit_signal = SIGCHLD };
         int fds[2], r;
 
@@ -194,7 +194,7 @@ int setup(int argc, char **argv, struct setup *ret) {
         /* A program that its user may not read starts out as not dumpable. */
         (void) prctl(PR_SET_DUMPABLE, 1, 0, 0, 0);
         open_oom(&ret->confinement);
-        if ((r = start_init(&ret->init_pid)) < 0)
+        if ((r = spawn_init(&ret->init_pid)) < 0)
                 return r;
         if (prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) < 0)
                 return complain(-errno, "prctl");
