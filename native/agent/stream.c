@@ -89,7 +89,11 @@ static bool stream_discard(struct stream *s) {
 static void stream_ready(struct watch *watch, uint32_t events) {
         struct stream *s = CONTAINER_OF(watch, struct stream, watch);
 
-        (void) events;
+        /* A hang-up alone: nothing is left to read, and no memory needed for it. Most streams of most commands end so. */
+        if (!(events & EPOLLIN)) {
+                stream_set(s, STREAM_CLOSED);
+                return;
+        }
         if (s->state == STREAM_DRAIN) {
                 if (stream_discard(s))
                         stream_set(s, STREAM_CLOSED);
