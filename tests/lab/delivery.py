@@ -9,7 +9,6 @@ compiling under emulation is ten times slower; installing them stays the guest's
 from __future__ import annotations
 
 import io
-import shutil
 import subprocess
 import tarfile
 import tomllib
@@ -22,6 +21,7 @@ from cache import LabError, key_of, product
 PROJECT = Path(__file__).resolve().parents[2]
 WHEEL_PACKAGES = ["python3-venv", "python3-dev", "gcc", "pkg-config", "libsystemd-dev", "libffi-dev"]
 TEST_TOOLS = ("pytest", "hypothesis")
+VENV = "/usr/lib/dsecd/venv"  # where `make install PREFIX=/usr` puts it
 SECTOR = 512
 
 Progress = Callable[[str], None]
@@ -42,7 +42,7 @@ def requirements(pyproject: Path = PROJECT / "pyproject.toml") -> tuple[list[str
 
 
 def wheels(progress: Progress) -> Path:
-    """A directory with `wheels/` and `site/`, built for the Python of the suite."""
+    """A directory with `wheels/`, `site/` and `venv/`, built for the Python of the suite."""
     install, tests = requirements()
 
     def make(work: Path) -> None:
@@ -55,9 +55,17 @@ def wheels(progress: Progress) -> Path:
         pip([*tool, "install", "wheel"])
         pip([*tool, "wheel", "--wheel-dir", str(work / "wheels"), *install])
         pip([*tool, "install", "--target", str(work / "site"), *tests])
-        shutil.rmtree(work / "venv")
+        pip([*tool, "install", "--no-index", "--find-links", str(work / "wheels"), *install])
+        relocate(work / "venv")
 
-    return product("wheels", key_of([codename(), *install, "", *tests]), make)
+    return product("wheels", key_of([codename(), VENV, *install, "", *tests]), make)
+
+
+def relocate(venv: Path) -> None:
+    """Make the environment one that was made at VENV: scripts name their interpreter by its path."""
+    for path in [venv / "pyvenv.cfg", *(venv / "bin").iterdir()]:
+        if path.is_file() and not path.is_symlink():
+            path.write_bytes(path.read_bytes().replace(bytes(venv), VENV.encode()))
 
 
 def pip(command: list[str]) -> None:
@@ -74,13 +82,19 @@ def project_files() -> list[str]:
     return sorted({name for name in listed.split("\0") if name and (PROJECT / name).is_file()})
 
 
-def write_disk(disk: Path, wheel_dir: Path, vmlinux: Path, base: Path | None = None) -> None:
-    """Fill the delivery disk; the guest unpacks it over its root."""
+def write_disk(disk: Path, wheel_dir: Path, vmlinux: Path, base: Path | None = None, venv: bool = True) -> None:
+    """Fill the delivery disk; the guest unpacks it over its root.
+
+    With `venv`, dependencies are in the environment already, as when an older version is installed: making and filling
+    it takes the guest minutes. The project is never in it.
+    """
     with tarfile.open(disk, "w", format=tarfile.PAX_FORMAT) as tar:
         for name in project_files():
             tar.add(PROJECT / name, f"srv/project/{name}", filter=owned_by_root)
         tar.add(wheel_dir / "wheels", "srv/wheels", filter=owned_by_root)
         tar.add(wheel_dir / "site", "srv/lab-site", filter=owned_by_root)
+        if venv:
+            tar.add(wheel_dir / "venv", VENV.lstrip("/"), filter=owned_by_root)
         tar.add(vmlinux, "srv/vmlinux", filter=owned_by_root)
         if base:
             tar.add(base, "srv/base.tar", filter=owned_by_root)
