@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -106,6 +108,31 @@ def test_requirements_are_the_projects_own(tmp_path: Path) -> None:
         '[project.optional-dependencies]\nsystemd = ["systemd-python"]\ndev = ["pytest>=8", "mypy"]\n'
     )
     assert requirements(pyproject) == (["msgspec>=1", "setuptools", "systemd-python", "wheel"], ["pytest>=8"])
+
+
+def results_disk(tmp_path: Path, *names: str) -> Path:
+    disk = tmp_path / "disk"
+    with tarfile.open(disk, "w") as tar:
+        for name in names:
+            info = tarfile.TarInfo(name)
+            info.size = 3
+            tar.addfile(info, io.BytesIO(b"yes"))
+    return disk
+
+
+def test_results_come_out(tmp_path: Path) -> None:
+    disk = results_disk(tmp_path, "./junit.xml", "./deep/er/file")
+    with disk.open("ab") as file:
+        file.truncate(1 << 20)  # a disk is longer than what is written on it
+    assert read_disk(disk, tmp_path / "out") == ["deep/er/file", "junit.xml"]
+    assert (tmp_path / "out/deep/er/file").read_text() == "yes"
+
+
+@pytest.mark.parametrize("name", ["../up", "/abs", "a/../../up"])
+def test_results_stay_in_their_directory(tmp_path: Path, name: str) -> None:
+    with pytest.raises(LabError, match="outside"):
+        read_disk(results_disk(tmp_path, name), tmp_path / "out")
+    assert not (tmp_path / "up").exists()
 
 
 def test_an_empty_results_disk_is_an_error(tmp_path: Path) -> None:
