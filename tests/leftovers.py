@@ -6,6 +6,8 @@ so that other work on the same machine never fails a test.
 
 from __future__ import annotations
 
+import asyncio
+import asyncio.runners
 import functools
 import gc
 import os
@@ -18,6 +20,27 @@ from pathlib import Path
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 # What a running fixture of a wider scope may change by itself during a test (a daemon's image mounts).
 tolerated: list[Callable[[str], bool]] = []
+
+
+_pending: list[str] = []
+
+
+def watch_tasks() -> None:
+    """asyncio.run cancels what is left at its end without a word; write it down first."""
+    inner = asyncio.runners._cancel_all_tasks
+
+    def cancel_all(loop: asyncio.AbstractEventLoop) -> None:
+        _pending.extend(f"task {task.get_coro()!r}" for task in asyncio.all_tasks(loop))
+        inner(loop)
+
+    asyncio.runners._cancel_all_tasks = cancel_all
+
+
+def take_pending() -> list[str]:
+    """Tasks that were not over when their `asyncio.run` was, since the last call."""
+    found = _pending[:]
+    _pending.clear()
+    return found
 
 
 def mounts_below(roots: Iterable[Path]) -> set[str]:

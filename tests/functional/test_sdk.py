@@ -191,7 +191,7 @@ async def test_follow_feed_and_signal(daemon: Daemon, backend: str) -> None:
             seen[stream] += data
             if data == b"ready\n":
                 await process.write(b"one\n")
-            if b"<one>" in data:
+            elif seen == {1: b"ready\n<one>\n", 2: b"err\n"}:
                 await process.signal(10)
         assert seen == {1: b"ready\n<one>\ngot it\n", 2: b"err\n"}
         assert process.ended is not None

@@ -26,7 +26,7 @@ from dsecd.agent.frames import (
     signed,
 )
 
-FUZZ = settings(max_examples=1500, deadline=None)
+FUZZ = settings(max_examples=500, deadline=None)
 U64 = st.integers(0, 2**64 - 1)
 field_lists = st.lists(
     st.one_of(

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import conftest
 import leftovers
 import pytest
 
@@ -72,9 +71,9 @@ def test_finds_a_task() -> None:
         await asyncio.sleep(0)
         assert not task.done()
 
-    conftest.take_pending()
+    leftovers.take_pending()
     asyncio.run(forgets())
-    (left,) = conftest.take_pending()
+    (left,) = leftovers.take_pending()
     assert "sleep" in left
 
 

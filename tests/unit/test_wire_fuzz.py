@@ -16,7 +16,7 @@ from dsecd.wire import base
 from dsecd.wire.framing import MAX_PARTS, FrameTooLong, Lines
 from dsecd.wire.methods import METHODS
 
-FUZZ = settings(max_examples=1500, deadline=None)
+FUZZ = settings(max_examples=500, deadline=None)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
