@@ -80,7 +80,7 @@ install: native ## Install for systemd: PREFIX=/usr
 	install -D -m 0644 systemd/dsecd.sysusers $(DESTDIR)$(PREFIX)/lib/sysusers.d/dsecd.conf
 	install -D -m 0644 systemd/dsecd.tmpfiles $(DESTDIR)$(PREFIX)/lib/tmpfiles.d/dsecd.conf
 	install -D -m 0644 systemd/dsec-sandbox.apparmor $(DESTDIR)/etc/apparmor.d/dsec-sandbox
-	test -e $(DESTDIR)/etc/dsecd/dsecd.toml || $(DESTDIR)$(LIB)/venv/bin/dsecd --print-config \
+	set -o pipefail; test -e $(DESTDIR)/etc/dsecd/dsecd.toml || $(DESTDIR)$(LIB)/venv/bin/dsecd --print-config \
 	    | sed 's/^\([a-z]\)/# \1/' > $(DESTDIR)/etc/dsecd/dsecd.toml
 	if [ -z "$(DESTDIR)" ] && [ -d /run/systemd/system ]; then \
 	    systemd-sysusers dsecd.conf; systemd-tmpfiles --create dsecd.conf; systemctl daemon-reload; \
