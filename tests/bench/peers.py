@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -103,6 +104,18 @@ class Crun:
                 group.rmdir()
 
 
+def _remove_groups(groups: set[Path]) -> None:
+    """With what is below; conmon takes a moment to end. Somebody else's podman may be in it by now: that stays."""
+    for _ in range(40):
+        for group in groups:
+            for directory, _, _ in os.walk(group, topdown=False):
+                with contextlib.suppress(OSError):
+                    os.rmdir(directory)
+        if not any(group.exists() for group in groups):
+            return
+        time.sleep(0.05)
+
+
 def _groups(name: str) -> set[Path]:
     """Control groups of that name at the top of every hierarchy."""
     found = set()
@@ -141,10 +154,7 @@ class Podman:
             yield name
         finally:
             run([*self.command, "rm", "-f", "-t", "0", name])
-            for group in _groups("libpod_parent") - before:
-                for directory, _, _ in os.walk(group, topdown=False):
-                    with contextlib.suppress(OSError):  # somebody else's podman is in it by now
-                        os.rmdir(directory)
+            _remove_groups(_groups("libpod_parent") - before)
 
     def exec(self, name: str, *argv: str) -> None:
         quick([*self.command, "exec", name, *argv])
