@@ -18,6 +18,7 @@ HEADER: Final = struct.Struct("<IB3sI")
 _FIELD: Final = struct.Struct("<BI")
 _U64: Final = struct.Struct("<Q")
 _OUTPUT: Final = struct.Struct("<BQ")
+MAX_PARTS: Final = 512  # somebody who sends byte by byte must not cost an object for each
 _ZERO3: Final = b"\0\0\0"
 
 
@@ -66,6 +67,7 @@ class Type(IntEnum):
     CONNECTED = 86
 
 
+_TYPES: Final = {int(t): t for t in Type}
 FROM_AGENT: Final = frozenset(t for t in Type if t >= Type.READY)
 
 
@@ -228,35 +230,41 @@ def parse_output(payload: memoryview) -> tuple[int, int, memoryview]:
 
 
 class Decoder:
-    """Bytes in, frames out. Holds at most one frame plus what came with it in the last read."""
+    """Bytes in, frames out. Holds at most one unfinished frame; a long payload is copied once, when it is whole."""
 
-    __slots__ = ("_buffer",)
+    __slots__ = ("_missing", "_parts", "_size")
 
     def __init__(self) -> None:
-        self._buffer = bytearray()
+        self._parts: list[bytes | memoryview] = []
+        self._size = 0  # of the parts
+        self._missing = 0  # bytes without which there is nothing to look at
 
-    def feed(self, data: bytes | memoryview) -> list[tuple[Type, int, memoryview]]:
+    def feed(self, data: bytes) -> list[tuple[Type, int, memoryview]]:
         """Frames completed by `data`, as (type, channel, payload)."""
-        buffer = self._buffer
-        buffer += data
+        if self._parts:
+            self._parts.append(data)
+            self._size += len(data)
+            if self._size < self._missing and len(self._parts) < MAX_PARTS:
+                return []
+            data = b"".join(self._parts)
+            self._parts, self._size = [], 0
+        view = memoryview(data)
         out: list[tuple[Type, int, memoryview]] = []
-        at, end = 0, len(buffer)
-        whole: bytes | None = None
+        at, end = 0, len(view)
+        self._missing = HEADER.size
         while end - at >= HEADER.size:
-            size, number, filler, channel = HEADER.unpack_from(buffer, at)
+            size, number, filler, channel = HEADER.unpack_from(view, at)
             if size > MAX_PAYLOAD or filler != _ZERO3:
                 raise FrameError("a frame header is not valid")
-            try:
-                kind = Type(number)
-            except ValueError as exc:
-                raise FrameError(f"unknown frame type {number}") from exc
-            if end - at - HEADER.size < size:
-                break
-            if whole is None:  # one copy for all frames of this read; slices of it are free
-                whole = bytes(buffer)
+            kind = _TYPES.get(number)
+            if kind is None:
+                raise FrameError(f"unknown frame type {number}")
             start = at + HEADER.size
-            out.append((kind, channel, memoryview(whole)[start : start + size]))
+            if end - start < size:
+                self._missing = HEADER.size + size
+                break
+            out.append((kind, channel, view[start : start + size]))
             at = start + size
-        if at:
-            del buffer[:at]
+        if at < end:
+            self._parts, self._size = [view[at:]], end - at
         return out

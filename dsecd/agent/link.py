@@ -13,10 +13,10 @@ from typing import Final
 
 from dsecd.agent.frames import FROM_AGENT, VERSION, Decoder, Field, Fields, FrameError, Tag, Type, fields, frame, header
 from dsecd.errors import DsecError
+from dsecd.flow import Flow
 
 log = logging.getLogger("dsecd.agent")
 
-WRITE_HIGH: Final = 512 << 10
 MAX_RECORDS: Final = 4096
 
 
@@ -43,18 +43,16 @@ class Channel:
         self.link.send(kind, self.number, payload)
 
 
-class AgentLink(asyncio.Protocol):
+class AgentLink(Flow):
     """The host end. Use `connect`."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._decoder = Decoder()
-        self._transport: asyncio.Transport | None = None
         self._channels: dict[int, Channel] = {}
         self._next = 1
         self._listing: list[tuple[int, Fields]] | None = None
         self._listed: asyncio.Future[None] | None = None
-        self._writable = asyncio.Event()
-        self._writable.set()
         loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[Fields] = loop.create_future()
         self.closed: asyncio.Future[None] = loop.create_future()
@@ -88,14 +86,8 @@ class AgentLink(asyncio.Protocol):
         return link
 
     # -- asyncio.Protocol ---------------------------------------------------------------------------------------------
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.set_write_buffer_limits(high=WRITE_HIGH)
-
     def connection_lost(self, exc: Exception | None) -> None:
-        self._transport = None
-        self._writable.set()
+        super().connection_lost(exc)
         self.reason = self.reason or (f"link error: {exc}" if exc else "the agent closed the link")
         error = DsecError("sandbox_dead", f"the sandbox died: {self.reason}")
         if not self._ready.done():
@@ -109,12 +101,6 @@ class AgentLink(asyncio.Protocol):
         if not self.closed.done():
             self.closed.set_result(None)
 
-    def pause_writing(self) -> None:
-        self._writable.clear()
-
-    def resume_writing(self) -> None:
-        self._writable.set()
-
     def data_received(self, data: bytes) -> None:
         try:
             for kind, number, payload in self._decoder.feed(data):
@@ -122,8 +108,8 @@ class AgentLink(asyncio.Protocol):
         except FrameError as exc:
             self.reason = f"the agent broke the protocol: {exc}"
             log.warning("%s", self.reason)
-            if self._transport is not None:
-                self._transport.abort()
+            if self.transport is not None:
+                self.transport.abort()
 
     def _frame(self, kind: Type, number: int, payload: memoryview) -> None:
         if kind not in FROM_AGENT:
@@ -151,7 +137,7 @@ class AgentLink(asyncio.Protocol):
     # -- channels -----------------------------------------------------------------------------------------------------
     @property
     def alive(self) -> bool:
-        return self._transport is not None
+        return self.transport is not None
 
     async def list_commands(self) -> list[tuple[int, Fields]]:
         """Channel number and RECORD of every command the agent still knows."""
@@ -169,7 +155,7 @@ class AgentLink(asyncio.Protocol):
 
     def attach(self, channel: Channel) -> None:
         """Route frames of its number to it. Raises `sandbox_dead` when the link is gone."""
-        if self._transport is None:
+        if self.transport is None:
             raise DsecError("sandbox_dead", f"the sandbox died: {self.reason}")
         self._channels[channel.number] = channel
 
@@ -179,22 +165,17 @@ class AgentLink(asyncio.Protocol):
 
     def send(self, kind: Type, number: int, payload: bytes | memoryview = b"") -> None:
         """Queue one frame; a link that is gone swallows it (the channel has been told)."""
-        if self._transport is None:
+        if self.transport is None:
             return
         if len(payload) > 16384:
-            self._transport.write(header(kind, number, len(payload)))
-            self._transport.write(payload)
+            self.transport.write(header(kind, number, len(payload)))
+            self.transport.write(payload)
         else:
-            self._transport.write(frame(kind, number, payload))
-
-    async def drained(self) -> None:
-        """Wait until the agent has read enough of what was sent."""
-        if not self._writable.is_set():
-            await self._writable.wait()
+            self.transport.write(frame(kind, number, payload))
 
     async def close(self) -> None:
         """Let go of the link. The agent and its commands go on."""
-        if self._transport is not None:
+        if self.transport is not None:
             self.reason = self.reason or "the daemon let go of it"
-            self._transport.abort()
+            self.transport.abort()
             await self.closed

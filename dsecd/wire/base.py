@@ -104,6 +104,14 @@ class StreamData(Struct, forbid_unknown_fields=True):
     data: bytes
 
 
+class StreamSent(Struct):
+    """`stream.data` as its sender has it: encoded from a view, without a copy first."""
+
+    sub: int | str
+    offset: int
+    data: memoryview
+
+
 class StreamDataLine(Struct):
     """A whole `stream.data` notification: one pass over its base64 instead of two."""
 

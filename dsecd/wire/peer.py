@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from dsecd.errors import KINDS, DsecError
+from dsecd.flow import Flow
 from dsecd.wire import base
 from dsecd.wire.framing import FrameTooLong, Lines
 from dsecd.wire.methods import METHODS
@@ -50,16 +51,14 @@ class Pending:
         self.notified: Notified | None = None
 
 
-class Peer(asyncio.Protocol):
+class Peer(Flow):
     """Use `connect_unix`. When the connection breaks, calls get `outcome_unknown`, or `network` if they only read."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._lines = Lines()
         self._pending: dict[int, Pending] = {}
         self._ids = itertools.count(1)
-        self._transport: asyncio.Transport | None = None
-        self._writable = asyncio.Event()
-        self._writable.set()
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @classmethod
@@ -76,14 +75,8 @@ class Peer(asyncio.Protocol):
         return peer
 
     # -- asyncio.Protocol ---------------------------------------------------------------------------------------------
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.set_write_buffer_limits(high=512 << 10)
-
     def connection_lost(self, exc: Exception | None) -> None:
-        self._transport = None
-        self._writable.set()
+        super().connection_lost(exc)
         pending, self._pending = self._pending, {}
         for item in pending.values():
             error = _broken(item.method)
@@ -96,12 +89,6 @@ class Peer(asyncio.Protocol):
                 item.outflow.fail(error)
         if not self.closed.done():
             self.closed.set_result(None)
-
-    def pause_writing(self) -> None:
-        self._writable.clear()
-
-    def resume_writing(self) -> None:
-        self._writable.set()
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -116,19 +103,19 @@ class Peer(asyncio.Protocol):
     # -- calls --------------------------------------------------------------------------------------------------------
     @property
     def alive(self) -> bool:
-        return self._transport is not None
+        return self.transport is not None
 
     def start(self, method: str, params: base.Params, *, window: int = 0, notified: Notified | None = None) -> Pending:
         """Send a request. window: the server may stream so many bytes ahead to us."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         pending = Pending(next(self._ids), method, future)
-        if self._transport is None:
+        if self.transport is None:
             raise DsecError("network", "the connection to the daemon is closed")
         if window:
             pending.inflow = Inflow(lambda limit: self._credit(pending, limit))
             pending.inflow.preset(window)
         if METHODS[method].upload:
-            pending.outflow = Outflow(0, lambda offset, data: self._data(pending, offset, data), self._drained)
+            pending.outflow = Outflow(0, lambda offset, data: self._data(pending, offset, data), self.drained)
         pending.notified = notified
         self._pending[pending.ident] = pending
         self._send({"jsonrpc": "2.0", "id": pending.ident, "method": method, "params": params})
@@ -147,15 +134,15 @@ class Peer(asyncio.Protocol):
         return await self.finish(self.start(method, params))
 
     def notify(self, method: str, params: Any) -> None:
-        if self._transport is not None:
+        if self.transport is not None:
             self._send(base.Notification("2.0", method, params))
 
     def end_upload(self, pending: Pending) -> None:
         self.notify("stream.eof", base.StreamEof(pending.ident))
 
     def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
+        if self.transport is not None:
+            self.transport.close()
 
     async def aclose(self) -> None:
         self.close()
@@ -164,21 +151,17 @@ class Peer(asyncio.Protocol):
 
     # -- inside -------------------------------------------------------------------------------------------------------
     def _send(self, message: Any) -> None:
-        if self._transport is not None:
+        if self.transport is not None:
             line = base.encode(message)
             if len(line) > base.MAX_FRAME:
                 raise DsecError("invalid", f"the request is {len(line)} bytes; at most {base.MAX_FRAME} fit")
-            self._transport.write(line + b"\n")
+            self.transport.write(line + b"\n")
 
-    def _data(self, pending: Pending, offset: int, data: bytes) -> None:
-        self.notify("stream.data", base.StreamData(pending.ident, offset, data))
+    def _data(self, pending: Pending, offset: int, data: memoryview) -> None:
+        self.notify("stream.data", base.StreamSent(pending.ident, offset, data))
 
     def _credit(self, pending: Pending, limit: int) -> None:
         self.notify("stream.credit", base.StreamCredit(pending.ident, limit))
-
-    async def _drained(self) -> None:
-        if not self._writable.is_set():
-            await self._writable.wait()
 
     def _message(self, message: base.Outgoing) -> None:
         if message.method is not None:

@@ -19,6 +19,7 @@ import msgspec
 
 from dsecd import logs
 from dsecd.errors import CODES, DsecError
+from dsecd.flow import Flow
 from dsecd.wire import base, execs
 from dsecd.wire.framing import FrameTooLong, Lines
 from dsecd.wire.methods import METHODS, Method
@@ -28,7 +29,6 @@ log = logging.getLogger("dsecd.wire")
 
 MAX_CALLS: Final = 20_000  # in flight on one connection; more are refused, so that a client cannot fill memory
 MAX_UNSENT: Final = 128 << 20  # replies a client does not read; then it is cut off
-PAUSE_AT: Final = 512 << 10
 
 Handler = Callable[["Call", Any], Any]
 Interceptor = Callable[["Call", Any, Callable[[], Awaitable[Any]]], Awaitable[Any]]
@@ -90,8 +90,8 @@ class Call:
     def outflow(self, window: int) -> Outflow:
         """The byte stream to the client, never ahead of its credit."""
 
-        def send(offset: int, data: bytes) -> None:
-            self.notify("stream.data", base.StreamData(self.id, offset, data))
+        def send(offset: int, data: memoryview) -> None:
+            self.notify("stream.data", base.StreamSent(self.id, offset, data))
 
         self._outflow = Outflow(window, send, self.connection.drained)
         return self._outflow
@@ -117,34 +117,29 @@ class Call:
             self._outflow.grant(message.limit)
 
 
-class Connection(asyncio.Protocol):
+class Connection(Flow):
     """One client."""
 
     def __init__(self, server: Server) -> None:
+        super().__init__()
         self._server = server
         self._lines = Lines()
         self._out: list[bytes] = []
         self._batching = False
         self._calls: dict[int | str, Call] = {}
-        self._transport: asyncio.Transport | None = None
-        self._writable = asyncio.Event()
-        self._writable.set()
         self.peer = Peer(0, 0, 0)
         self.closed = asyncio.get_running_loop().create_future()
 
     # -- asyncio.Protocol ---------------------------------------------------------------------------------------------
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.set_write_buffer_limits(high=PAUSE_AT)
+        super().connection_made(transport)
         sock = transport.get_extra_info("socket")
         pid, uid, gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         self.peer = Peer(pid, uid, gid)
         self._server.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._transport = None
-        self._writable.set()
+        super().connection_lost(exc)
         self._server.connections.discard(self)
         for call in list(self._calls.values()):
             if call.task is not None:
@@ -153,14 +148,14 @@ class Connection(asyncio.Protocol):
             self.closed.set_result(None)
 
     def pause_writing(self) -> None:
-        self._writable.clear()
-        if self._transport is not None:
-            self._transport.pause_reading()  # a client that does not read is not read from
+        super().pause_writing()
+        if self.transport is not None:
+            self.transport.pause_reading()  # a client that does not read is not read from
 
     def resume_writing(self) -> None:
-        self._writable.set()
-        if self._transport is not None:
-            self._transport.resume_reading()
+        super().resume_writing()
+        if self.transport is not None:
+            self.transport.resume_reading()
 
     def data_received(self, data: bytes) -> None:
         self._batching = True
@@ -177,31 +172,30 @@ class Connection(asyncio.Protocol):
 
     # -- sending ------------------------------------------------------------------------------------------------------
     def send(self, message: object) -> None:
-        if self._transport is None:
+        if self.transport is None:
             return
         self._out.append(base.encode(message))
         if not self._batching:
             self.flush()
 
     def flush(self) -> None:
-        if self._out and self._transport is not None:
+        if self._out and self.transport is not None:
             self._out.append(b"")
-            self._transport.write(b"\n".join(self._out))
-            if self._transport.get_write_buffer_size() > MAX_UNSENT:
+            self.transport.write(b"\n".join(self._out))
+            if self.transport.get_write_buffer_size() > MAX_UNSENT:
                 log.warning("client pid %d does not read its replies, cutting it off", self.peer.pid)
-                self._transport.abort()
+                self.transport.abort()
         self._out.clear()
 
     async def drained(self) -> None:
         """Wait until the client has read enough; ConnectionError when it is gone."""
-        if not self._writable.is_set():
-            await self._writable.wait()
-        if self._transport is None:
+        await super().drained()
+        if self.transport is None:
             raise ConnectionResetError("the client is gone")
 
     def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
+        if self.transport is not None:
+            self.transport.close()
 
     # -- receiving ----------------------------------------------------------------------------------------------------
     def _line(self, line: bytes) -> None:
@@ -310,7 +304,7 @@ class Connection(asyncio.Protocol):
             self._fail(call.id, _cancelled(call))
 
     def _fail_any(self, call: Call, exc: Exception) -> None:
-        if isinstance(exc, ConnectionError) and self._transport is None:
+        if isinstance(exc, ConnectionError) and self.transport is None:
             return
         if not isinstance(exc, DsecError):
             log.error("%s failed: a bug, please report it", call.name, exc_info=exc)

@@ -90,7 +90,11 @@ class Outflow:
     """The sending half: `write` waits for credit and for the transport."""
 
     def __init__(
-        self, window: int, send: Callable[[int, bytes], None], drained: Callable[[], Awaitable[None]], start: int = 0
+        self,
+        window: int,
+        send: Callable[[int, memoryview], None],
+        drained: Callable[[], Awaitable[None]],
+        start: int = 0,
     ) -> None:
         self._send = send
         self._drained = drained
@@ -119,8 +123,7 @@ class Outflow:
                 self._credit.clear()
                 await self._credit.wait()
                 continue
-            piece = bytes(view[:room])
-            view = view[room:]
+            piece, view = view[:room], view[room:]
             self._send(self.sent, piece)
             self.sent += len(piece)
             await self._drained()

@@ -122,7 +122,7 @@ async def test_case_7_cut_transport_is_never_a_success(daemon: Daemon, backend: 
                 same.run_shell("sleep 1; echo keyed >> /ran; echo done; exit 7", request_id="k")
             )
             await asyncio.sleep(0.3)
-            transport = other.peer._transport
+            transport = other.peer.transport
             assert transport is not None
             transport.abort()
             for task in (plain, keyed):
