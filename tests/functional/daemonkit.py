@@ -96,11 +96,12 @@ class Daemon:
         self.socket = self._short / "sock"
         self.log = directory / "dsecd.log"
         self.cgroup_base = f"{CGROUP_BASE}-{number}"
+        first = 1000 if number == 0 else 2000 + 1000 * (number % 2)
         self.config = {
             "host_tag": f"t{number}", "socket": str(self.socket), "state_dir": str(self.state),
             "run_dir": str(self.run_dir), "cgroup_base": self.cgroup_base, "log_level": "debug", "disk_pool_mb": 8192,
-            # Each daemon of a session has ids of its own; other daemons of this host most likely have lower ones.
-            "id_first_slot": 1100 + 300 * (number % 9), "id_last_slot": 1399 + 300 * (number % 9),
+            # The shared daemon and each other one have ids of their own; a host's own most likely has lower ones.
+            "id_first_slot": first, "id_last_slot": first + 999,
             **config,
         }  # fmt: skip
         self.process: subprocess.Popen[bytes] | None = None

@@ -51,7 +51,7 @@ def test_arrows_between_rooms() -> None:
 def test_native_builds_without_warnings(tmp_path: Path) -> None:
     """Everything from scratch; the Makefile has -Werror."""
     assert "-Werror" in (TREE / "native/Makefile").read_text()
-    passes("make", "-s", "-C", TREE / "native", f"BUILD={tmp_path}")
+    passes("make", "-s", "-j2", "-C", TREE / "native", f"BUILD={tmp_path}")
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(TREE)))
