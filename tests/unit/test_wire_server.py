@@ -367,7 +367,7 @@ async def test_stream_of_a_client_that_never_reads_waits() -> None:
 async def test_client_with_too_many_unread_replies_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "MAX_UNSENT", 1 << 20)
     async with house() as h, h.talker() as talker:
-        big = b64(os.urandom(2 << 20))
+        big = b64(os.urandom(5 << 20))
         for n in range(20):
             talker.send("exec.run", {"id": "x", "stdin": big}, ident=n)
         with pytest.raises((ConnectionError, AssertionError)):
