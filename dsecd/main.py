@@ -13,7 +13,8 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,6 +43,7 @@ from dsecd.wire.server import Call, Server
 
 log = logging.getLogger("dsecd")
 
+GHOST_S: Final = 1.0
 _HERE: Final = Path(__file__).resolve().parents[1]
 
 
@@ -181,13 +183,42 @@ def _lock(state: Path) -> Iterator[None]:
     """One daemon for one state directory."""
     fd = os.open(state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as exc:
-            raise DsecError("conflict", f"another dsecd runs on {state}") from exc
+        if _stays(lambda: _locked(fd)):
+            raise DsecError("conflict", f"another dsecd runs on {state}")
         yield
     finally:
         os.close(fd)
+
+
+def _locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True
+
+
+def _stays(taken: Callable[[], bool]) -> bool:
+    """Whether it is taken, and still is after a moment.
+
+    A daemon killed while it started a child leaves that child with all its descriptors, the lock and the socket among
+    them, until the child comes to its exec.
+    """
+    deadline = time.monotonic() + GHOST_S
+    while taken():
+        if time.monotonic() > deadline:
+            return True
+        time.sleep(0.02)
+    return False
 
 
 @contextlib.contextmanager
@@ -203,8 +234,7 @@ def _listener(config: Config) -> Iterator[socket.socket]:
     if path.exists() or path.is_symlink():
         if not path.is_socket():
             raise DsecError("conflict", f"{path} exists and is not a socket")
-        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
-            probe.connect(str(path))
+        if _stays(lambda: _answers(path)):
             raise DsecError("conflict", f"another daemon listens on {path}")
         path.unlink()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK) as sock:

@@ -140,9 +140,10 @@ class Daemon:
         self.pids.append(self.pid)
         deadline = time.monotonic() + timeout
         while True:
-            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
-                probe.connect(str(self.socket))
-                break
+            # Its own answer: a child of a killed one may hold the old socket until it comes to its exec.
+            with contextlib.suppress(OSError, ValueError):
+                if self.ask("daemon.hello", timeout=timeout)["result"]["pid"] == self.pid:
+                    break
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"dsecd did not start (status {self.process.poll()}):\n{self.tail()}")
             time.sleep(0.01)
@@ -218,10 +219,10 @@ class Daemon:
     def client(self) -> DSecClient:
         return DSecClient(self.url)
 
-    def ask(self, method: str, params: dict[str, Any] | None = None) -> dict[str, Any]:
+    def ask(self, method: str, params: dict[str, Any] | None = None, *, timeout: float = 60) -> dict[str, Any]:
         """One call without the SDK, for fixtures."""
         with socket.socket(socket.AF_UNIX) as sock:
-            sock.settimeout(60)
+            sock.settimeout(timeout)
             sock.connect(str(self.socket))
             request = {"jsonrpc": "2.0", "id": 1, "method": method, "params": params or {}}
             sock.sendall(json.dumps(request).encode() + b"\n")
