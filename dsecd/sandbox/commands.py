@@ -121,6 +121,8 @@ class Commands:
         self.detached = False  # the daemon is stopping: commands are let go of, not killed
 
     def _enter(self, asked: Asked, uid: int, key: str, quiet: bool, session: str = "") -> tuple[str, Entry]:
+        if len(self._entries) > 2 * KEEP_ENDED:
+            self._trim()
         meta = Meta(asked.text, now(), uid, key, quiet, session)
         command = Command(self.link, _encode(meta))
         entry = Entry(command, meta)
@@ -169,8 +171,8 @@ class Commands:
                 with contextlib.suppress(asyncio.CancelledError, DsecError):
                     await feeder
         result = self._result(ident, command, ended, queued)
-        if asked.request_id is None:
-            self.forget(ident)
+        if asked.request_id is None:  # after the reply: the agent's waking up must not delay it
+            asyncio.get_running_loop().call_soon(self.forget, ident)
         return result
 
     async def again(self, ident: str) -> wire.Ran:
@@ -236,7 +238,8 @@ class Commands:
         return out
 
     def _trim(self) -> None:
-        ended = [ident for ident, entry in self._entries.items() if entry.done and not entry.meta.request]
+        """Answers to a request_id are in the registry by then; what nobody has fetched of the oldest is let go of."""
+        ended = [ident for ident, entry in self._entries.items() if entry.done]
         for ident in ended[: max(0, len(ended) - KEEP_ENDED)]:
             self.forget(ident)
 
