@@ -6,7 +6,11 @@ chunk against the image's own sums.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Literal, Protocol
+
+from msgspec import Struct
+
+from dsecd.errors import DsecError
 
 
 class BlobStore(Protocol):
@@ -18,3 +22,46 @@ class BlobStore(Protocol):
         """Exactly `size` bytes of a blob. DsecError `image` (infra, retryable) when they cannot be had in time:
         unreachable, redirected elsewhere, short, a wrong length. Never more, never fewer bytes."""
         ...
+
+    def close(self) -> None:
+        """Let go of connections and threads. A read under way fails or ends on its own."""
+        ...
+
+
+class StoreConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """`[stores.NAME]` of the configuration.
+
+    kind `path`: `path` is a directory of any mounted file system; with `direct` images are mounted straight on it,
+    unverified.
+    kind `http`: `url` is a prefix; blobs are below it. kind `registry`: `url` is `host[:port]/repository`.
+    redirects: other hosts that a server may send us to (a registry's object store).
+    """
+
+    kind: Literal["path", "http", "registry"]
+    path: str = ""
+    url: str = ""
+    direct: bool = False
+    insecure: bool = False
+    redirects: tuple[str, ...] = ()
+    authfile: str = ""
+
+
+def unreadable(store: str, blob: str, why: str, **detail: Any) -> DsecError:
+    """The one error of a store: the platform's fault, worth another try."""
+    message = f"store {store}: {blob[:80]}: {why}"
+    return DsecError("image", message, infra=True, retryable=True, detail={"store": store, **detail})
+
+
+def open_store(name: str, config: StoreConfig) -> BlobStore:
+    """The store of a configuration entry; `invalid` when an entry lacks what its kind needs."""
+    from dsecd.erofs.stores.directory import DirectoryStore
+    from dsecd.erofs.stores.http import HttpStore
+    from dsecd.erofs.stores.registry import RegistryStore
+
+    match config.kind:
+        case "path":
+            return DirectoryStore(name, config)
+        case "http":
+            return HttpStore(name, config)
+        case "registry":
+            return RegistryStore(name, config)
