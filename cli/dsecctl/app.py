@@ -113,8 +113,14 @@ class Group(click.Group):
     """A group whose commands are imported when they are needed: `dsecctl exec` does not load `image`."""
 
     def __init__(self, *args: Any, lazy: dict[str, str] | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **{**kwargs, "no_args_is_help": False})
         self._lazy = lazy or {}
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not args and not ctx.resilient_parsing:
+            output.help_text(ctx.get_help())
+            ctx.exit(2)
+        return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self._lazy) or list(self.commands)

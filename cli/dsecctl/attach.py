@@ -55,6 +55,8 @@ class Attached:
             if self._tty and terminal.is_terminal():
                 stack.enter_context(terminal.raw_mode())
             stack.enter_context(self._signals())
+            if self._tty:
+                self._resized()  # since its start, perhaps
             if self._stdin:
                 self._spawn(self._feed())
             try:
@@ -79,7 +81,7 @@ class Attached:
         handlers: dict[int, Callable[[], None]] = {signal.SIGINT: self._interrupted, signal.SIGHUP: self._hung_up}
         handlers |= {number: self._forwarder(number) for number in FORWARDED}
         if self._tty:
-            handlers[signal.SIGWINCH] = lambda: self._spawn(self._process.resize(*terminal.size()))
+            handlers[signal.SIGWINCH] = self._resized
         for number, handler in handlers.items():
             loop.add_signal_handler(number, handler)
         try:
@@ -98,6 +100,9 @@ class Attached:
             return
         self._spawn(self._process.signal(signal.SIGKILL, everything=True))
         asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
+
+    def _resized(self) -> None:
+        self._spawn(self._process.resize(*terminal.size()))
 
     def _hung_up(self) -> None:
         self._spawn(self._process.signal(signal.SIGKILL, everything=True))

@@ -85,7 +85,10 @@ async def import_(
 @click.argument("name")
 @pass_app
 async def bootstrap(app: App, suite: str | None, include: tuple[str, ...], name: str) -> None:
-    """Make a Debian base called NAME with mmdebstrap, on the daemon's host, from its own apt sources."""
+    """Make a Debian base called NAME with mmdebstrap.
+
+    It is made on the daemon's host, from that host's own apt sources.
+    """
     packages = [package for words in include for package in words.split(",") if package]
     async with app.client() as client:
         with ProgressLine(quiet=app.quiet) as line:
@@ -105,7 +108,10 @@ async def bootstrap(app: App, suite: str | None, include: tuple[str, ...], name:
 @click.option("--no-trunc", is_flag=True, help="As wide as it needs; else the terminal's width, or 80.")
 @pass_app
 async def list_(app: App, kind: str | None, no_trunc: bool) -> None:
-    """List images, newest first. USED is the number of sandboxes that have it mounted."""
+    """List images, newest first.
+
+    USED is the number of sandboxes that have it mounted.
+    """
     async with app.client() as client:
         found = [one for one in await client.images() if kind in (None, one.kind)]
     if app.json:
@@ -177,7 +183,10 @@ async def rm(app: App, refs: tuple[str, ...]) -> int:
 @click.option("--min-age", type=DURATION, default=0.0, help="Spare what is younger.")
 @pass_app
 async def gc(app: App, min_age: float) -> None:
-    """Remove images that have no name and no user, and what imports that crashed left behind."""
+    """Remove images that have no name and no user.
+
+    What imports that crashed left behind goes with them.
+    """
     async with app.client() as client:
         done: wire.Collected = await client.call("image.gc", wire.Gc(min_age_s=min_age))
     if app.json:

@@ -32,8 +32,8 @@ async def logs(app: App, follow: bool, sandbox: str, exec_id: str | None) -> Non
     """List the commands of a sandbox, or show the output of one.
 
     The daemon keeps the beginning and the end of what a command writes, and counts what is missing between
-    (`cap_bytes` in the SDK); it keeps the last 64 commands that ended, as long as the sandbox runs. stdout and stderr come out of
-    ours. Following takes the output from the daemon as fast as we print it, and only one may follow at a time.
+    (`cap_bytes` in the SDK); it keeps the last 64 commands that ended, as long as the sandbox runs. stdout and stderr
+    come out of ours. While a command is followed it writes no faster than we print; only one may follow at a time.
     """
     async with app.sandbox(sandbox) as (client, box):
         found: execs.Execs = await client.call("exec.list", execs.ListExecs(id=box.id))

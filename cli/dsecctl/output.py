@@ -104,6 +104,11 @@ def note(text: str) -> None:
     click.echo(f"dsecctl: {printable(text)}", err=True)
 
 
+def help_text(text: str) -> None:
+    """Help that nobody asked for."""
+    click.echo(text, err=True)
+
+
 def status(text: str) -> None:
     """The one line on stderr that is written over again and again; "" takes it away."""
     click.echo(f"\r\x1b[K{text}", err=True, nl=False)

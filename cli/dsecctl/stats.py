@@ -16,7 +16,9 @@ from dsecd.client import DSecClient, Sandbox
 from dsecd.errors import DsecError
 from dsecd.wire import sandbox as wire
 
-HEAD: Final = ("ID", "CPU", "CPU TIME", "MEMORY", "PEAK", "PIDS", "DISK")
+HEAD: Final = ("ID", "CPU TIME", "MEMORY", "PEAK", "PIDS", "DISK")
+WATCHED: Final = ("ID", "CPU", "CPU TIME", "MEMORY", "PIDS", "DISK")
+LONG_ID: Final = 28  # a longer one would not fit 80 columns: shown without its host tag
 Sample = dict[str, tuple[float, int]]  # by sandbox: when, and CPU microseconds until then
 
 
@@ -35,8 +37,8 @@ Sample = dict[str, tuple[float, int]]  # by sandbox: when, and CPU microseconds 
 async def stats(app: App, watch: bool, interval: float, sandboxes: tuple[str, ...]) -> None:
     """Show what sandboxes use of CPU, memory, processes and disk.
 
-    Without names: all that run. CPU is in per cent of one core since the last look, so it needs --watch. With --json
-    and --watch each look is one line.
+    Without names: all that run. With --watch, CPU is in per cent of one core since the last look; with --json too,
+    each look is one line.
     """
     before: Sample = {}
     async with app.client() as client:
@@ -72,17 +74,15 @@ async def _look(client: DSecClient, named: list[Sandbox]) -> list[wire.Stats]:
 
 
 def _show(found: list[wire.Stats], before: Sample, now: float, watch: bool) -> None:
+    rows = []
+    for one in found:
+        ident = one.id if len(one.id) <= LONG_ID else one.id.rpartition("-")[2]
+        cpu, used = f"{one.cpu_usec / 1e6:.1f}s", size(one.memory_bytes)
+        middle = (_load(one, before, now), cpu, used) if watch else (cpu, used, size(one.memory_peak_bytes))
+        rows.append((ident, *middle, str(one.pids), size(one.disk_bytes)))
     if watch:
         output.clear()
-    rows = [
-        (
-            one.id, _load(one, before, now), f"{one.cpu_usec / 1e6:.1f}s",
-            size(one.memory_bytes), size(one.memory_peak_bytes),
-            str(one.pids), size(one.disk_bytes),
-        )
-        for one in found
-    ]  # fmt: skip
-    output.table(HEAD, rows, shrink=(0,))
+    output.table(WATCHED if watch else HEAD, rows, shrink=(0,))
 
 
 def _load(one: wire.Stats, before: Sample, now: float) -> str:

@@ -46,6 +46,8 @@ WANTED: Final = ("io", "cpuset")
 # Leaf groups are made by the tenant's side: one for each command that runs, so a few hundred is plenty.
 DESCENDANTS_MAX: Final = 1024
 DEPTH_MAX: Final = 4
+# /sys/kernel/cgroup/delegate without cgroup.procs
+_GIVEN_AWAY: Final = ("cgroup.threads", "cgroup.subtree_control", "memory.oom.group", "memory.reclaim")
 _FREEZE_S: Final = 5.0
 _REMOVE_S: Final = 10.0
 
@@ -196,6 +198,15 @@ class SandboxCgroup:
         # common ancestor's. Nothing else, or the tenant could lift its own limits.
         for path in (self.unified / "cgroup.procs", self.unified):
             os.chown(path, owner_uid, owner_uid)
+
+    def seal(self) -> None:
+        """After the runtime's create: on v2 crun gives away the kernel's whole delegation list.
+
+        No limit is among them, but what the tenant does not need it does not get.
+        """
+        for name in _GIVEN_AWAY:
+            with contextlib.suppress(FileNotFoundError):
+                os.chown(self.unified / name, 0, 0)
 
     def open_fd(self) -> int:
         """A descriptor for the agent; the caller closes it once the runtime has it."""

@@ -53,7 +53,10 @@ def _attach(control: int, backing: int, image: Path) -> tuple[int, Path]:
             if error.errno != errno.EBUSY:  # somebody else took this number between the two calls
                 raise
             continue
-        return fd, device
+        # Hardened kernels (BLK_DEV_WRITE_MOUNTED=n) mount no device that somebody holds open for writing.
+        held = os.open(device, os.O_RDONLY | os.O_CLOEXEC)
+        os.close(fd)
+        return held, device
     raise OSError(errno.EBUSY, "no free loop device", str(_CONTROL))
 
 

@@ -25,7 +25,8 @@ _ACL_USER, _ACL_GROUP = 0x02, 0x08
 def prepare_copy(space: Path, owner_uid: int) -> None:
     """Make `space`, a fresh copy, the property of `owner_uid`, whoever had it before."""
     # Overlayfs leaves work/work, and work/incompat/volatile, which would refuse the next mount.
-    shutil.rmtree(space / "work", ignore_errors=False)
+    if (space / "work").is_dir():  # a driver may have copied the upper half alone
+        shutil.rmtree(space / "work")
     source_uid = (space / "upper").lstat().st_uid
     if source_uid != owner_uid:
         shift_tree(space / "upper", source_uid, owner_uid)

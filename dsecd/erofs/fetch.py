@@ -13,7 +13,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, NoReturn
 
 from dsecd.erofs.model import ImportJob, Limits
 from dsecd.erofs.sys import PR_SET_PDEATHSIG, prctl
@@ -59,8 +59,20 @@ def skopeo(job: ImportJob, limits: Limits, work: Path, report: Report) -> Path:
     return layout
 
 
-def mmdebstrap(job: ImportJob, work: Path) -> Fetching:
-    """Started; its standard output is the tar. It has namespaces of its own: its mounts and children end with it."""
+class Bootstrap(NamedTuple):
+    """mmdebstrap as its unprivileged reader sees it: the tar, how it ended (one byte), and what it said."""
+
+    tar: int
+    ended: int
+    log: int
+
+
+def mmdebstrap(job: ImportJob, work: Path) -> Bootstrap:
+    """Start it and return *in a child*, which may give up root; this process stays behind as root and minds both.
+
+    It must: a parent-death signal from a process that gave up root does not reach one that is root. mmdebstrap has
+    namespaces of its own, so that its mounts and children end with it.
+    """
     command = [
         "unshare", "--mount", "--propagation=private", "--pid", "--fork", "--kill-child", "--mount-proc",
         "mmdebstrap", "--mode=root", "--variant=minbase", "--format=tar",
@@ -70,14 +82,35 @@ def mmdebstrap(job: ImportJob, work: Path) -> Fetching:
     if job.packages:
         command.append("--include=" + ",".join(job.packages))
     command += [job.suite, "-", *_apt_sources(job.suite, work)]
-    return _start(command, work, "mmdebstrap.log", subprocess.PIPE)
+    fetching = _start(command, work, "mmdebstrap.log", subprocess.PIPE)
+    assert fetching.process.stdout is not None
+    tar = os.dup(fetching.process.stdout.fileno())  # a Popen closes its own when it is collected
+    fetching.process.stdout.close()
+    ended, end = os.pipe()
+    reader = os.fork()
+    if reader:
+        os.close(tar)
+        _mind(fetching.process.pid, reader, end)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.close(end)
+    return Bootstrap(tar, ended, fetching.log)
 
 
-def check_bootstrap(fetching: Fetching) -> None:
+def _mind(mmdebstrap: int, reader: int, end: int) -> NoReturn:
+    """Tell the reader how mmdebstrap ended; end when the reader does, and mmdebstrap with us."""
+    while True:
+        pid, status = os.wait()
+        if pid == reader:
+            os._exit(min(abs(os.waitstatus_to_exitcode(status)), 255))
+        if pid == mmdebstrap:
+            os.write(end, b"0" if status == 0 else b"1")
+
+
+def check_bootstrap(bootstrap: Bootstrap) -> None:
     """Raise what mmdebstrap says, which explains more than the broken tar that came of it."""
-    if fetching.process.wait() == 0:
+    if os.read(bootstrap.ended, 1) == b"0":
         return
-    text = fetching.said()
+    text = _end_of(bootstrap.log)
     for sign, kind in _MMDEBSTRAP_SAYS:
         if sign in text:
             raise DsecError(kind, f"mmdebstrap: {_last_line(text, sign)}")
@@ -151,7 +184,7 @@ class Fetching(NamedTuple):
     log: int
 
     def said(self) -> str:
-        return os.pread(self.log, 8192, max(0, os.fstat(self.log).st_size - 8192)).decode("utf-8", "replace")
+        return _end_of(self.log)
 
 
 def _start(command: list[str], work: Path, log_name: str, stdout: int) -> Fetching:
@@ -182,6 +215,10 @@ def _skopeo_failed(reference: str, text: str) -> DsecError:
     lower = text.lower()
     kind: Kind = next((kind for sign, kind in _SKOPEO_SAYS if sign in lower), "network")
     return DsecError(kind, f"skopeo could not fetch {reference}: {_last_line(text, 'msg=')}")
+
+
+def _end_of(log: int) -> str:
+    return os.pread(log, 8192, max(0, os.fstat(log).st_size - 8192)).decode("utf-8", "replace")
 
 
 def _last_line(text: str, sign: str) -> str:

@@ -9,6 +9,7 @@ it ended. It never commits; the daemon does (`jobs.run_import`). Killing it and 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -24,7 +25,7 @@ from dsecd.erofs import blob, fetch, meta, oci
 from dsecd.erofs.model import Built, Failed, ImageConfig, ImportJob, Limits, Progress, Report
 from dsecd.erofs.streams import FdSource, decompressed, peek
 from dsecd.erofs.sys import PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, prctl
-from dsecd.erofs.tar import Entry, Source, TarReader, bad
+from dsecd.erofs.tar import Entry, Source, TarReader, Truncated, bad
 from dsecd.erofs.tree import Node, Tree, split_path
 from dsecd.errors import DsecError
 
@@ -134,39 +135,45 @@ class Builder:
 
 def run(work: Path, input_fd: int, job: ImportJob, limits: Limits, reporter: Reporter) -> Built:
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-    data, spare, meta_fd, sums, spool = (
-        os.open(work / name, flags, 0o644) for name in ("data", "spare", "meta.erofs", "data.sums", "spool")
-    )
-    builder = Builder(job, limits, data, spare, reporter)
-    config, source = job.config, job.source
+    with contextlib.ExitStack() as opened:
+
+        def create(name: str) -> int:
+            fd = os.open(work / name, flags, 0o644)
+            opened.callback(os.close, fd)
+            return fd
+
+        builder = Builder(job, limits, create("data"), create("spare"), reporter)
+        meta_fd, sums_fd, spool = create("meta.erofs"), create("data.sums"), create("spool")
+        config, source = _fill(builder, work, input_fd, job, limits, spool, reporter)
+        return builder.finish(meta_fd, sums_fd, config.overridden_by(job.config), job.source or source)
+
+
+def _fill(
+    builder: Builder, work: Path, input_fd: int, job: ImportJob, limits: Limits, spool: int, reporter: Reporter
+) -> tuple[ImageConfig, str]:
+    """Put the input's layers in; (the config that it brings, what to call its source)."""
     if job.origin == "registry":
-        layout = fetch.skopeo(job, limits, work, reporter.progress)
-        regions = oci.open_layout(layout)
+        regions = oci.open_layout(fetch.skopeo(job, limits, work, reporter.progress))
         drop_privileges()
         picture = oci.read_oci(regions, "", limits.max_bytes)
         builder.picture(picture)
-        config, source = picture.config.overridden_by(job.config), source or job.reference
-    elif job.origin == "bootstrap":
-        fetching = fetch.mmdebstrap(job, work)
+        return picture.config, job.reference
+    if job.origin == "bootstrap":
+        bootstrap = fetch.mmdebstrap(job, work)
         drop_privileges()
-        _bootstrapped(builder, fetching, reporter)
-        source = source or f"debian {job.suite} by mmdebstrap"
-    else:
-        drop_privileges()
-        found = _stream(builder, job, limits, input_fd, spool, reporter)
-        config = found.overridden_by(job.config)
-    return builder.finish(meta_fd, sums, config, source)
+        _bootstrapped(builder, bootstrap, reporter)
+        return ImageConfig(), f"debian {job.suite} by mmdebstrap"
+    drop_privileges()
+    return _stream(builder, job, limits, input_fd, spool, reporter), ""
 
 
-def _bootstrapped(builder: Builder, fetching: fetch.Fetching, reporter: Reporter) -> None:
-    assert fetching.process.stdout is not None
+def _bootstrapped(builder: Builder, bootstrap: fetch.Bootstrap, reporter: Reporter) -> None:
     try:
-        builder.plain_tar(_reporting(FdSource(fetching.process.stdout.fileno()), reporter))
-    except DsecError:
-        fetching.process.stdout.close()  # it may still be writing; its own words come first
-        fetch.check_bootstrap(fetching)
+        builder.plain_tar(_reporting(FdSource(bootstrap.tar), reporter))
+    except Truncated:
+        fetch.check_bootstrap(bootstrap)  # its own words come first
         raise
-    fetch.check_bootstrap(fetching)
+    fetch.check_bootstrap(bootstrap)
 
 
 def _reporting(source: FdSource, reporter: Reporter) -> Source:
@@ -273,6 +280,7 @@ def failure(e: BaseException) -> Failed:
 
 def main(argv: list[str]) -> int:
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.nice(5)  # sandboxes that run now matter more than one that may start a moment later
     work, input_fd = Path(argv[1]), int(argv[2])
     job = msgspec.json.decode(argv[3], type=ImportJob)
     limits = msgspec.json.decode(argv[4], type=Limits)

@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import fcntl
 import hashlib
+import logging
 import os
 import secrets
 import shutil
@@ -21,6 +22,8 @@ from dsecd.erofs import meta
 from dsecd.erofs.model import BLOCK, CHUNK, DIGEST, FORMAT, NAME, Built, GcReport, ImportJob, Manifest, identity
 from dsecd.erofs.tar import bad
 from dsecd.errors import DsecError
+
+log: Final = logging.getLogger(__name__)
 
 LOCAL: Final = "local"
 Manifests = list[Manifest]  # inside the class, `list` is a method
@@ -54,7 +57,9 @@ class ImageStore:
       * `names.json` is written after the image appears and before it goes: a name may be missing after a crash, and
         never points at nothing.
       * `tmp-` directories that nobody locks are dead. Locks are the kernel's, so a dead process holds none.
-      * Manifests never change, so they are cached for good. The index of names is read again when its mtime changes.
+      * Manifests never change, so they are read once; `names.json` is read each time.
+      * An image that is damaged is left out of `list`, refused by name in `resolve` and `check`, replaced by importing
+        it again, and can be removed.
 
     Methods block (they do file I/O): call them from a thread where that matters. All are safe to call from several.
     """
@@ -76,22 +81,21 @@ class ImageStore:
     # -- reading -------------------------------------------------------------------------------------------------
 
     def list(self) -> Manifests:
-        """Every image, newest first."""
+        """Every image whose manifest can be read, newest first."""
         names = self._names_by_digest()
-        found = [self._named(hexa, names) for hexa in self._hexes()]
+        found = []
+        for hexa in self._hexes():
+            try:
+                found.append(self._named(hexa, names))
+            except DsecError as e:
+                log.warning("%s, ignoring", e.message)
         return sorted((m for m in found if m is not None), key=lambda m: (m.created, m.digest), reverse=True)
 
     def resolve(self, ref: str) -> Manifest:
         """By name, digest, or a digest's unique prefix of at least 8 hex digits (with `sha256:` or without)."""
-        names = self._names_by_digest()
-        digest = self._read_names().get(ref)
-        hexa = (digest or ref).removeprefix("sha256:")
-        found = [hexa] if digest else self._matching(hexa)
-        if len(found) > 1:
-            raise DsecError("not_found", f"{len(found)} images begin with {ref[:80]!r}: give more of the digest")
-        manifest = self._named(found[0], names) if found else None
+        manifest = self._named(self._find(ref), self._names_by_digest())
         if manifest is None:
-            raise DsecError("not_found", f"there is no image {ref[:160]!r}")
+            raise _not_found(ref)
         return manifest
 
     def meta_path(self, manifest: Manifest) -> Path:
@@ -147,7 +151,7 @@ class ImageStore:
         try:
             yield Work(path, fd)
         finally:
-            shutil.rmtree(path, ignore_errors=True)
+            _remove_all(path)
             os.close(fd)
 
     def commit(self, work: Work, built: Built, job: ImportJob) -> Manifest:
@@ -160,7 +164,7 @@ class ImageStore:
         )  # fmt: skip
         ready = self._prepare(work, built, manifest)
         with self._locked():
-            if self._load(manifest.hex) is None:
+            if not self._is_sound(manifest):
                 self._publish(ready, manifest)
             self._write_names(self._read_names() | {job.name: digest})
         return self.resolve(digest)
@@ -174,20 +178,20 @@ class ImageStore:
             self._write_names(self._read_names() | {name: manifest.digest})
         return self.resolve(manifest.digest)
 
-    def remove(self, ref: str, in_use: Collection[str] = ()) -> Manifest:
-        """Remove an image; by a name that is not its only one, remove that name only. `in_use`: digests."""
+    def remove(self, ref: str, in_use: Collection[str] = ()) -> str:
+        """Remove an image; by a name that is not its only one, that name only. `in_use`: digests. Its digest."""
         with self._locked():
-            manifest = self.resolve(ref)
-            names = self._read_names()
-            if ref in manifest.names and len(manifest.names) > 1:
+            hexa = self._find(ref)
+            digest, names = f"sha256:{hexa}", self._read_names()
+            if names.get(ref) == digest and sum(d == digest for d in names.values()) > 1:
                 self._write_names({k: v for k, v in names.items() if k != ref})
-                return manifest
-            if manifest.digest in in_use:
+                return digest
+            if digest in in_use:
                 raise DsecError("conflict", f"image {ref[:160]!r} is in use")
-            self._write_names({k: v for k, v in names.items() if v != manifest.digest})
-            trash = self._to_trash(manifest)
+            self._write_names({k: v for k, v in names.items() if v != digest})
+            trash = self._to_trash(hexa)
         _empty(trash)
-        return manifest
+        return digest
 
     def gc(self, in_use: Collection[str] = (), min_age_s: float = 0.0) -> GcReport:
         """Remove unnamed images that nobody uses, what dead imports left, and data without an image.
@@ -203,7 +207,7 @@ class ImageStore:
             ]  # fmt: skip
             (self.root / "names.json.new").unlink(missing_ok=True)  # its writer held the lock, and is dead
             leftovers = [*self._dead_leftovers()]
-            trash = [self._to_trash(m) for m in doomed]
+            trash = [self._to_trash(m.hex) for m in doomed]
             orphans = [*self._orphans()]
         freed = sum(map(_size_below, [*trash, *leftovers]))
         for path in [*trash, *leftovers]:
@@ -226,6 +230,18 @@ class ImageStore:
                 yield
             finally:
                 self._depth -= 1
+
+    def _find(self, ref: str) -> str:
+        """The one image that a reference means, as hex; it may be damaged."""
+        digest = self._read_names().get(ref)
+        if digest is not None:
+            return digest.removeprefix("sha256:")
+        found = self._matching(ref.removeprefix("sha256:"))
+        if len(found) > 1:
+            raise DsecError("not_found", f"{len(found)} images begin with {ref[:80]!r}: give more of the digest")
+        if not found:
+            raise _not_found(ref)
+        return found[0]
 
     def _hexes(self) -> Strings:
         return [p.name for p in self.root.iterdir() if len(p.name) == 64 and _HEX.issuperset(p.name)]
@@ -295,6 +311,17 @@ class ImageStore:
         _write_durably(ready / "manifest.json", msgspec.json.encode(manifest))
         return ready
 
+    def _is_sound(self, manifest: Manifest) -> bool:
+        """The image is there and looks well. A damaged one is in the way of a good one: out with it."""
+        try:
+            found = self._load(manifest.hex)
+            if found is not None:
+                self.check(found)
+            return found is not None
+        except DsecError:
+            _empty(self._to_trash(manifest.hex))
+            return False
+
     def _publish(self, ready: Path, manifest: Manifest) -> None:
         if manifest.store != LOCAL:
             store = self._stores[manifest.store]
@@ -304,18 +331,20 @@ class ImageStore:
         ready.rename(self.root / manifest.hex)
         _fsync(self.root)
 
-    def _to_trash(self, manifest: Manifest) -> Path:
+    def _to_trash(self, hexa: str) -> Path:
         trash = self.root / f"trash-{secrets.token_hex(8)}"
-        (self.root / manifest.hex).rename(trash)
-        self._manifests.pop(manifest.hex, None)
-        if manifest.store in self._stores:
-            self._disclaim(self._stores[manifest.store], manifest.hex)
+        (self.root / hexa).rename(trash)
+        self._manifests.pop(hexa, None)
+        for store in self._stores.values():
+            self._disclaim(store, hexa)
         return trash
 
     def _disclaim(self, store: Path, hexa: str) -> Paths:
         """Give up data on a store; removed when no other host claims it."""
-        (store / f"{hexa}.by-{self._owner}").unlink(missing_ok=True)
-        data = store / f"{hexa}.data"
+        claim, data = store / f"{hexa}.by-{self._owner}", store / f"{hexa}.data"
+        if not claim.exists():
+            return []
+        claim.unlink(missing_ok=True)
         if any(store.glob(f"{hexa}.by-*")) or not data.exists():
             return []
         data.unlink()
@@ -352,6 +381,10 @@ class Work:
         self.lock_fd = lock_fd
 
 
+def _not_found(ref: str) -> DsecError:
+    return DsecError("not_found", f"there is no image {ref[:160]!r}")
+
+
 def _short(manifest: Manifest) -> str:
     return f"{manifest.name} ({manifest.hex[:12]})" if manifest.name else manifest.hex[:12]
 
@@ -384,6 +417,16 @@ def _is_locked(path: Path) -> bool:
 def _size_below(path: Path) -> int:
     paths = path.rglob("*") if path.is_dir() else [path]
     return sum(p.lstat().st_blocks * 512 for p in paths if p.is_file())
+
+
+def _remove_all(path: Path) -> None:
+    """Also while what was just killed is still dying, and writes a last file. What stays after that is gc's."""
+    for _ in range(100):
+        shutil.rmtree(path, ignore_errors=True)
+        if not path.exists():
+            return
+        time.sleep(0.05)
+    log.warning("cannot remove %s now, ignoring", path)
 
 
 def _empty(trash: Path) -> None:

@@ -50,6 +50,13 @@ def bad(message: str) -> DsecError:
     return DsecError("image", message)
 
 
+class Truncated(DsecError):
+    """The archive ends too soon, which may be the fault of whoever was writing it."""
+
+    def __init__(self) -> None:
+        super().__init__("image", "tar: the archive is truncated (it ends before its end marker)")
+
+
 class Entry:
     """One member. size: of the file as it unpacks; extents: (offset, length) of its data where it is sparse."""
 
@@ -143,7 +150,7 @@ class TarReader:
         while n:
             chunk = self._source.read(min(n, 1 << 20))
             if not chunk:
-                raise bad("tar: the archive is truncated")
+                raise Truncated
             n -= len(chunk)
 
     def _exactly(self, n: int) -> bytes:
@@ -157,7 +164,7 @@ class TarReader:
         while n:
             chunk = self._source.read(max(n, 1 << 16))
             if not chunk:
-                raise bad("tar: the archive is truncated")
+                raise Truncated
             if len(chunk) > n:
                 self._buffer, self._at = chunk, n
                 chunk = chunk[:n]
@@ -170,7 +177,7 @@ class TarReader:
             self._buffer, self._at = self._source.read(1 << 16), 0
             if not self._buffer:
                 if self._need_end:
-                    raise bad("tar: the archive is truncated: it has no end marker")
+                    raise Truncated
                 return None
         header = self._exactly(BLOCK)
         if header == ZERO:

@@ -290,7 +290,7 @@ class Connection(asyncio.Protocol):
                 result = await handler(call, params)
             self.send(base.Success("2.0", call.id, result))
         except asyncio.CancelledError:
-            self._fail(call.id, DsecError("timeout", f"{call.name} was cancelled", detail={"cancelled": True}))
+            self._fail(call.id, _cancelled(call))
         except TimeoutError:
             self._fail(call.id, DsecError("timeout", f"{call.name} did not end within {params.timeout_s} s"))
         except Exception as exc:  # noqa: BLE001 - the one place that ends a request
@@ -340,6 +340,15 @@ class Server:
             connection.close()
         if waits:
             await asyncio.wait(waits, timeout=2)
+
+
+def _cancelled(call: Call) -> DsecError:
+    """By the client; or by a daemon that stops, which says nothing about what became of it."""
+    if call.cancelled:
+        return DsecError("timeout", f"{call.name} was cancelled", detail={"cancelled": True})
+    if call.method.once:
+        return DsecError("outcome_unknown", f"the daemon stopped during {call.name}; ask again with its request_id")
+    return DsecError("shutting_down", f"the daemon stopped during {call.name}")
 
 
 def _reason(exc: Exception) -> str:

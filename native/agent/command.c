@@ -159,6 +159,8 @@ void command_fetch(struct command *c, bool all) {
                         c->fetch_end[i] = c->streams[i]->total;
                 }
         c->exit_due = c->ended;
+        if (all && c->ended)
+                c->flags |= EXEC_QUIET; /* it has been asked for: not once more, unasked, before EXIT */
         source_wake(&c->source);
 }
 

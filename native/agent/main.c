@@ -2,30 +2,23 @@
  * speaks; setup.c is how it keeps out of the tenant's reach.
  *
  * One thread, one loop, nothing that waits: whatever the tenant or a slow host does, the next request is served. */
-#include <linux/filter.h>
-#include <linux/seccomp.h>
 #include <signal.h>
 #include <stdio.h>
-#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/signalfd.h>
-#include <sys/syscall.h>
 #include <sys/wait.h>
 
 #include "channel.h"
+#include "dispatch.h"
 #include "exec.h"
-#include "file.h"
 #include "leaf.h"
 #include "link.h"
 #include "loop.h"
 #include "setup.h"
-#include "tree.h"
-#include "tunnel.h"
 
 enum { LISTEN_FD = 3, TRIM_MS = 1000 };
 
 static struct setup state;
-static bool configured, finished;
 
 /* PID 1's death is the sandbox's; the kernel takes everything below it along. */
 __attribute__((noreturn)) static void stop(int status) {
@@ -66,151 +59,13 @@ static int signals_start(void) {
         return fd < 0 ? -errno : watch_start(&watch, fd, EPOLLIN);
 }
 
-/* The filter is for commands, which inherit it. It can only be installed here: in a child it would cost each start the
- * checking and compiling of several hundred instructions. The agent lives within it, too; it allows clone3. */
-static int install_filter(struct span code) {
-        struct sock_fprog program;
-        size_t count = code.size / sizeof(struct sock_filter);
-
-        if (code.size % sizeof(struct sock_filter) != 0 || count == 0 || code.size > KIB(64) || count > BPF_MAXINSNS)
-                return -EINVAL;
-        cleanup_free struct sock_filter *copy = malloc(code.size); /* the payload is not aligned */
-        if (!copy)
-                return -ENOMEM;
-        memcpy(copy, code.data, code.size);
-        program = (struct sock_fprog) { .len = (unsigned short) count, .filter = copy };
-        /* With CAP_SYS_ADMIN, so that no_new_privs stays off: sudo and friends work inside. */
-        return syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, &program) < 0 ? -errno : 0;
-}
-
-static int configure(const struct args *args) {
-        struct confinement *c = &state.confinement;
-        struct span host = args->bytes[HOSTNAME];
-        int r;
-
-        c->caps = number_or(args, CAPS, 0);
-        /* Before the filter, which knows that commands may not do this. */
-        if (has(args, HOSTNAME) && sethostname((const char *) host.data, host.size) < 0)
-                return -errno;
-        if (has(args, APPARMOR) && !(c->apparmor = span_dup(args->bytes[APPARMOR], 255)))
-                return -errno;
-        if (has(args, SECCOMP)) {
-                if ((r = install_filter(args->bytes[SECCOMP])) < 0)
-                        return r;
-                c->has_filter = true;
-        }
-        configured = true;
-        return 0;
-}
-
-static int on_hello(struct span payload) {
-        static const uint8_t allowed[] = { VERSION, SECCOMP, CAPS, APPARMOR, HOSTNAME, 0 };
-        struct args args;
-        int r = args_decode(payload, allowed, &args);
-
-        if (r < 0)
-                return r;
-        if (args.number[VERSION] != PROTOCOL_VERSION) {
-                frame_error(0, EPROTONOSUPPORT, STEP_OTHER, "another version");
-                return 0;
-        }
-        if (!configured && (r = configure(&args)) < 0) {
-                frame_error(0, r, STEP_OTHER, "this configuration cannot be applied");
-                return 0;
-        }
-        frame_begin(T_READY, 0);
-        frame_number(VERSION, PROTOCOL_VERSION);
-        frame_number(NEXT, exec_next_channel());
-        frame_number(PID, (uint64_t) getpid());
-        frame_end();
-        return 0;
-}
-
-static int on_ping(struct span payload) {
-        uint8_t *to = payload.size <= 64 ? frame_raw(64) : NULL;
-
-        if (payload.size > 64)
-                return -EPROTO;
-        if (payload.size == 0)
-                frame_empty(T_PONG, 0);
-        else if (to) {
-                memcpy(to, payload.data, payload.size);
-                frame_raw_commit(T_PONG, 0, payload.size);
-        }
-        return 0;
-}
-
-/* Requests that open a channel of files, trees or tunnels. */
-static const struct {
-        uint8_t type;
-        uint8_t allowed[8];
-        void (*start)(uint32_t channel, const struct args *args);
-} transfers[] = {
-        { T_READ, { PATH, OFFSET, SIZE, LIMIT }, file_read },
-        { T_WRITE, { PATH, MODE, FLAGS, UID, GID }, file_write },
-        { T_STATPATH, { PATH, FLAGS }, names_stat },
-        { T_LISTDIR, { PATH, LIMIT }, names_list },
-        { T_MKDIR, { PATH, MODE, FLAGS }, names_mkdir },
-        { T_REMOVE, { PATH, FLAGS }, names_remove },
-        { T_RENAME, { PATH, PATH2 }, names_rename },
-        { T_TREE_PUT, { PATH, FLAGS, UID, GID }, tree_put },
-        { T_TREE_GET, { PATH, LIMIT }, tree_get },
-        { T_CONNECT, { PORT, LIMIT }, tunnel_connect },
-};
-
-static bool channel_is_new(uint32_t channel) {
-        if (channel == 0 || exec_has_channel(channel) || channel_exists(channel))
-                return false;
-        exec_note_channel(channel);
-        return true;
-}
-
-static int on_transfer(const struct header *header, struct span payload) {
-        static struct args args;
-
-        for (size_t i = 0; i < ELEMENTS(transfers); i++) {
-                if (transfers[i].type != header->type)
-                        continue;
-                int r = args_decode(payload, transfers[i].allowed, &args);
-                if (r < 0 || !channel_is_new(header->channel))
-                        return -EPROTO;
-                transfers[i].start(header->channel, &args);
-                return 0;
-        }
-        return -EPROTO;
-}
-
-static int on_frame(const struct header *header, struct span payload) {
-        switch (header->type) {
-        case T_HELLO:
-                return on_hello(payload);
-        case T_PING:
-                return on_ping(payload);
-        case T_SHUTDOWN:
-                finished = true;
-                return 0;
-        case T_EXEC:
-                if (!configured || !channel_is_new(header->channel))
-                        return -EPROTO;
-                return exec_request(header, payload);
-        case T_STDIN ... T_RESIZE:
-        case T_FETCH ... T_LIST:
-                return exec_request(header, payload);
-        case T_CLOSE:
-        case T_DATA ... T_CREDIT:
-                return channel_request(header, payload);
-        default:
-                return on_transfer(header, payload);
-        }
-}
-
 static void on_lost(void) {
         channels_link_lost();
         exec_link_lost();
 }
 
 static int start(int argc, char **argv) {
-        static const struct link_hooks hooks = { .frame = on_frame, .lost = on_lost };
+        static const struct link_hooks hooks = { .frame = dispatch_frame, .lost = on_lost };
         int r = setup(argc, argv, &state);
 
         if (r < 0)
@@ -220,6 +75,7 @@ static int start(int argc, char **argv) {
                 return r;
         }
         exec_init(&state.confinement, state.null_fd, state.pts_fd);
+        dispatch_init(&state.confinement);
         return 0;
 }
 
@@ -236,7 +92,7 @@ int main(int argc, char **argv) {
                 return EXIT_FAILURE;
 
         /* From here on leaving is no longer allowed: with PID 1 the whole sandbox goes. */
-        while (!finished) {
+        while (!dispatch_finished()) {
                 int timeout = timeout_now(exec_deadlines(), trim_due);
 
                 if (loop_once(timeout) > 0)

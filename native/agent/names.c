@@ -23,7 +23,8 @@ void stat_fields(const struct stat *st, int dir, const char *name) {
         frame_number(UID, st->st_uid);
         frame_number(GID, st->st_gid);
         frame_number(SIZE, (uint64_t) st->st_size);
-        frame_number(MTIME_NS, (uint64_t) (st->st_mtim.tv_sec * INT64_C(1000000000) + st->st_mtim.tv_nsec));
+        /* Unsigned, because a tenant can set times for which the product does not fit. */
+        frame_number(MTIME_NS, (uint64_t) st->st_mtim.tv_sec * UINT64_C(1000000000) + (uint64_t) st->st_mtim.tv_nsec);
         if (name && S_ISLNK(st->st_mode)) {
                 ssize_t n = readlinkat(dir, name, target, sizeof(target));
                 if (n >= 0)

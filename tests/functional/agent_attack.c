@@ -134,13 +134,17 @@ static void scan(void) {
         printf("own_parent %d\n", getppid());
 }
 
-static int newest;
+static int newest, caught;
 
 static void visit_race(int pid) {
         if (pid <= newest)
                 return;
+        char comm[64];
+
         /* Stopped first, so that there is all the time in the world. */
         kill(pid, SIGSTOP);
+        read_pid(pid, "comm", comm, sizeof(comm));
+        caught += strncmp(comm, "dsec-agent", 10) == 0;
         probe(pid, 1);
         kill(pid, SIGCONT);
         newest = pid;
@@ -155,13 +159,13 @@ static void race(int seconds) {
         fflush(stdout);
         while (time(NULL) < end) {
                 /* faster than readdir: the next number is known */
-                for (int pid = newest + 1; pid < newest + 4; pid++)
+                for (int pid = newest + 1; pid < newest + 64; pid++)
                         if (kill(pid, SIGSTOP) == 0) {
                                 visit_race(pid);
                                 break;
                         }
         }
-        printf("seen %d\n", newest);
+        printf("caught %d\n", caught);
 }
 
 /* Stops whatever starts, for good. */
@@ -172,7 +176,7 @@ static void freeze(int seconds) {
         printf("ready\n");
         fflush(stdout);
         while (time(NULL) < end)
-                for (int pid = last + 1; pid < last + 4; pid++)
+                for (int pid = last + 1; pid < last + 64; pid++)
                         if (kill(pid, SIGSTOP) == 0) {
                                 printf("stopped %d\n", pid);
                                 fflush(stdout);

@@ -1,6 +1,6 @@
 """A sandbox for the agent's tests: the real agent, started by the real crun through the real launcher, on a root file
-system that holds busybox and little else. And a client that speaks frames over the agent's socket, synchronously, so that
-a test reads as a conversation.
+system that holds busybox and little else. And a client that speaks frames over the agent's socket, synchronously, so
+that a test reads as a conversation.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import leftovers
 import pytest
 
 from dsecd.agent.frames import Decoder, Field, Fields, Tag, Type, fields, frame, parse_output
@@ -33,7 +34,8 @@ AGENT_CAPS = [
     "CAP_FSETID", "CAP_KILL", "CAP_MKNOD", "CAP_NET_BIND_SERVICE", "CAP_NET_RAW", "CAP_SYS_CHROOT", "CAP_SETFCAP",
     "CAP_AUDIT_WRITE",
 ]  # fmt: skip
-# CHOWN DAC_OVERRIDE FOWNER FSETID KILL SETGID SETUID SETPCAP NET_BIND_SERVICE NET_RAW SYS_CHROOT MKNOD AUDIT_WRITE SETFCAP
+# chown dac_override fowner fsetid kill setgid setuid setpcap net_bind_service net_raw sys_chroot mknod audit_write
+# setfcap
 COMMAND_CAPS = sum(1 << n for n in (0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 18, 27, 29, 31))
 
 
@@ -65,7 +67,7 @@ def make_rootfs(root: Path, *programs: Path) -> None:
     os.chown(root / "home/ann", 1000, 1000)
 
 
-def _config(stage: Path, agent: Path, cgroup: str) -> dict[str, object]:
+def _config(stage: Path, agent: Path, cgroup: str, memory: int) -> dict[str, object]:
     return {
         "ociVersion": "1.0.2",
         "process": {
@@ -73,7 +75,7 @@ def _config(stage: Path, agent: Path, cgroup: str) -> dict[str, object]:
             "args": ["/dev/.dsec-agent"],
             "env": ["SECRET_OF_THE_HOST=1"],
             "cwd": "/",
-            "capabilities": {k: AGENT_CAPS for k in ("bounding", "effective", "permitted", "inheritable")},
+            "capabilities": dict.fromkeys(("bounding", "effective", "permitted", "inheritable"), AGENT_CAPS),
             "noNewPrivileges": False,
             "rlimits": [{"type": "RLIMIT_NOFILE", "soft": 1024, "hard": 8192}],
         },
@@ -94,7 +96,7 @@ def _config(stage: Path, agent: Path, cgroup: str) -> dict[str, object]:
             "gidMappings": [{"containerID": 0, "hostID": HOST_ID, "size": ID_COUNT}],
             "namespaces": [{"type": t} for t in ("pid", "ipc", "uts", "mount", "network", "user")],
             "cgroupsPath": cgroup,
-            "resources": {"memory": {"limit": 1 << 30}, "pids": {"limit": 128}},
+            "resources": {"memory": {"limit": memory}, "pids": {"limit": 128}},
         },
     }  # fmt: skip
 
@@ -115,6 +117,10 @@ class Box:
     def leaves(self) -> list[str]:
         return sorted(p.name for p in self.cgroup.iterdir() if p.is_dir())
 
+    def children(self) -> list[int]:
+        """The inner init, and commands that run."""
+        return [int(pid) for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
+
     def alive(self) -> bool:
         with contextlib.suppress(OSError):
             return Path(f"/proc/{self.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
@@ -122,7 +128,7 @@ class Box:
 
 
 @contextlib.contextmanager
-def box(directory: Path, lower: Path, agent: Path = NATIVE / "dsec-agent") -> Iterator[Box]:
+def box(directory: Path, lower: Path, agent: Path = NATIVE / "dsec-agent", memory: int = 1 << 30) -> Iterator[Box]:
     """Start one; at the end it is killed and nothing of it may be left."""
     name = f"dsec-agent-test-{os.getpid()}-{directory.name}"
     cgroup = cgroup2_root() / name
@@ -134,7 +140,7 @@ def box(directory: Path, lower: Path, agent: Path = NATIVE / "dsec-agent") -> It
     cgroup.mkdir()
     for path in (cgroup, cgroup / "cgroup.procs"):
         os.chown(path, HOST_ID, HOST_ID)
-    (directory / "config.json").write_text(json.dumps(_config(stage, agent, f"/{name}")))
+    (directory / "config.json").write_text(json.dumps(_config(stage, agent, f"/{name}", memory)))
     address = directory / "agent.sock"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(address))
@@ -153,12 +159,14 @@ def box(directory: Path, lower: Path, agent: Path = NATIVE / "dsec-agent") -> It
               "--pid-file", directory / "pid", name]  # fmt: skip
     try:
         log = (directory / "log").open("wb")
-        ran = subprocess.run(launch, stdin=subprocess.DEVNULL, stdout=log, stderr=log, close_fds=False,
-                             preexec_fn=place, timeout=30)  # noqa: PLW1509
+        ran = subprocess.run(
+            launch, stdin=subprocess.DEVNULL, stdout=log, stderr=log, close_fds=False, preexec_fn=place, timeout=30
+        )
         log.close()
         assert ran.returncode == 0, (directory / "log").read_text()
         listener.close()
         started = Box(directory, cgroup, int((directory / "pid").read_text()), address)
+        until(started.children, "the agent has no init")
         yield started
         assert not (directory / "log").read_text(), "the agent complained"
     finally:
@@ -402,6 +410,7 @@ def kill_hard(pid: int) -> None:
 
 # -- fixtures, for the modules that import them
 
+
 @pytest.fixture(scope="session")
 def rootfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A root file system with busybox and the attacker's program. On disk: an overlay on tmpfs has no user xattrs."""
@@ -411,8 +420,8 @@ def rootfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     directory = Path(tempfile.mkdtemp(prefix="dsec-agent-", dir="/var/tmp"))
     directory.chmod(0o711)
     attack = directory / "attack"
-    subprocess.run(["gcc", "-static", "-O1", "-Wall", "-Werror", "-o", attack, Path(__file__).with_name("agent_attack.c")],
-                   check=True)  # fmt: skip
+    source = Path(__file__).with_name("agent_attack.c")
+    subprocess.run(["gcc", "-static", "-O1", "-Wall", "-Werror", "-o", attack, source], check=True)
     make_rootfs(directory / "root", attack)
     yield directory / "root"
     shutil.rmtree(directory)
@@ -422,7 +431,11 @@ def rootfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def sandbox(rootfs: Path, request: pytest.FixtureRequest) -> Iterator[Box]:
     """One sandbox for all tests of a module: each gets a new connection, and must leave it usable."""
     with box(rootfs.parent / request.module.__name__.rpartition(".")[2], rootfs) as started:
+        # They are there before and after each test, but not always in the same state.
+        ours = tuple(f"process {pid} (" for pid in (started.pid, *started.children()))
+        leftovers.tolerated.append(tolerates := lambda item: item.startswith(ours))
         yield started
+        leftovers.tolerated.remove(tolerates)
 
 
 @pytest.fixture

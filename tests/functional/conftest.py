@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,19 +40,16 @@ def backend() -> str:
     return "container"
 
 
-def _daemon(directory: Path, watched: list[Path], base_tar: Path) -> Iterator[Daemon]:
+@contextlib.contextmanager
+def _running(directory: Path, watched: list[Path], images: Path | None = None) -> Iterator[Daemon]:
     one = Daemon(directory)
     watched += [one.directory, one.run_dir]
     leftovers.tolerated.append(one.tolerates)
     try:
-        one.start()
-
-        async def fill() -> None:
-            async with one.client() as client:
-                await one.import_tar(client, base_tar)
-
-        run(fill())
-        yield one
+        if images is not None:  # immutable, so links will do
+            one.state.mkdir()
+            subprocess.run(["cp", "-al", images, one.state / "images"], check=True)
+        yield one.start()
     finally:
         left = one.destroy()
         leftovers.tolerated.remove(one.tolerates)
@@ -60,13 +59,21 @@ def _daemon(directory: Path, watched: list[Path], base_tar: Path) -> Iterator[Da
 @pytest.fixture(scope="session")
 def daemon(tmp_path_factory: pytest.TempPathFactory, watched: list[Path], base_tar: Path) -> Iterator[Daemon]:
     """The daemon that most tests share. Do not stop it."""
-    yield from _daemon(tmp_path_factory.mktemp("daemon"), watched, base_tar)
+    with _running(tmp_path_factory.mktemp("daemon"), watched) as one:
+
+        async def fill() -> None:
+            async with one.client() as client:
+                await one.import_tar(client, base_tar)
+
+        run(fill())
+        yield one
 
 
 @pytest.fixture
-def fresh_daemon(tmp_path_factory: pytest.TempPathFactory, watched: list[Path], base_tar: Path) -> Iterator[Daemon]:
-    """One for this test alone: stop it, kill it, start it again."""
-    yield from _daemon(tmp_path_factory.mktemp("fresh"), watched, base_tar)
+def fresh_daemon(tmp_path_factory: pytest.TempPathFactory, watched: list[Path], daemon: Daemon) -> Iterator[Daemon]:
+    """One for this test alone, with the same images: stop it, kill it, start it again."""
+    with _running(tmp_path_factory.mktemp("fresh"), watched, daemon.state / "images") as one:
+        yield one
 
 
 @pytest.fixture

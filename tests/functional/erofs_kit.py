@@ -161,7 +161,7 @@ def leftovers(store: Path, run_dir: Path) -> list[str]:
                 left.append(f"{backing}: {name}")
     left += [str(p) for p in store.glob("tmp-*")] + [str(p) for p in store.glob("trash-*")]
     left += [str(p) for p in run_dir.iterdir()] if run_dir.exists() else []
-    return left + [f"importer {pid}" for pid in importers(store)]
+    return left + [f"process {pid}: {command[:200]!r}" for pid, command in processes(store)]
 
 
 def assert_clean(store: Path, run_dir: Path) -> None:
@@ -174,10 +174,15 @@ def assert_clean(store: Path, run_dir: Path) -> None:
 
 def importers(store: Path) -> list[str]:
     """Process ids of importers that work in this store."""
+    return [pid for pid, command in processes(store) if b"dsecd.erofs.importer" in command]
+
+
+def processes(store: Path) -> list[tuple[str, bytes]]:
+    """(pid, command line) of whatever has the store's path in its arguments."""
     found = []
     for process in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             command = process.read_bytes()
-            if b"dsecd.erofs.importer" in command and os.fsencode(store) in command:
-                found.append(process.parent.name)
+            if os.fsencode(store) in command:
+                found.append((process.parent.name, command))
     return found

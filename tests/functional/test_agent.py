@@ -1,3 +1,4 @@
+# ruff: noqa: F811
 """The agent's commands: what they write, how they end, how they are killed, followed and taken back."""
 
 from __future__ import annotations
@@ -6,11 +7,12 @@ import hashlib
 import os
 import signal
 import statistics
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
-from agent_box import COMMAND_CAPS, Box, Client, Result, client, rootfs, sandbox, take, until  # noqa: F401
+from agent_box import COMMAND_CAPS, NATIVE, Box, Client, Result, client, rootfs, sandbox, take, until  # noqa: F401
 
 from dsecd.agent.frames import Fields, Tag, Type, parse_output
 
@@ -231,7 +233,7 @@ def test_other_steps_that_fail(client: Client) -> None:
 
 
 def test_big_arguments(client: Client) -> None:
-    result = client.run("sh", "-c", 'echo ${#1} ${#2} ${#3}', "sh", "a" * 100_000, "b" * 100_000, "c" * 100_000)
+    result = client.run("sh", "-c", "echo ${#1} ${#2} ${#3}", "sh", "a" * 100_000, "b" * 100_000, "c" * 100_000)
     assert result.stdout == b"100000 100000 100000\n"
     # the kernel's limit for a single string is 128 KiB
     assert client.run("true", "x" * 300_000).error == (EXEC, 7)
@@ -362,7 +364,8 @@ def test_a_hundred_megabytes_of_stdin(client: Client) -> None:
 
 
 def test_a_program_that_does_not_read(client: Client) -> None:
-    assert feed(client, client.exec("sh", "-c", "exec <&-; sleep 0.2; echo ok", flags=STDIN), b"x" * 3_000_000).stdout == b"ok\n"
+    channel = client.exec("sh", "-c", "exec <&-; sleep 0.2; echo ok", flags=STDIN)
+    assert feed(client, channel, b"x" * 3_000_000).stdout == b"ok\n"
 
 
 def test_stdin_beyond_its_credit_ends_the_link(client: Client, sandbox: Box) -> None:
@@ -644,9 +647,5 @@ def test_descriptors_do_not_leak(client: Client, sandbox: Box) -> None:
 
 
 def test_the_agent_refuses_to_start_without_its_descriptors() -> None:
-    import subprocess
-
-    from agent_box import NATIVE
-
     ran = subprocess.run([NATIVE / "dsec-agent"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert ran.returncode == 1 and "fd 3 is not a listening socket" in ran.stderr

@@ -97,7 +97,12 @@ def _fork_until_refused(box: SandboxCgroup) -> tuple[int, str]:
 
 def test_cpu_is_throttled(box: SandboxCgroup) -> None:
     box.set_limits(memory=256 * MIB, pids=100, cpu=0.2)
-    code = "import time\nend = time.monotonic() + 1\nwhile time.monotonic() < end: pass\nprint(time.process_time())"
+    code = (
+        "import time\n"
+        "start, end = time.process_time(), time.monotonic() + 1\n"
+        "while time.monotonic() < end: pass\n"
+        "print(time.process_time() - start)\n"
+    )
     status, out = finish(inside(box, code))
     assert status == 0 and float(out) < 0.6
     assert box.stats().throttled_usec > 0
@@ -257,6 +262,7 @@ def test_runtimes_keep_the_delegated_group_and_set_the_limits(cgroups: Cgroups, 
     try:
         run(runtime, "create", "-b", str(tmp_path), "--pid-file", str(tmp_path / "pid"), name)
         run(runtime, "start", name)
+        box.seal()
         assert (box.unified.stat().st_uid, (box.unified / "cgroup.procs").stat().st_uid) == (UID, UID)
         assert (box.unified / "cgroup.subtree_control").stat().st_uid == 0
         assert (box.unified / "cgroup.max.descendants").read_text() == "1024\n"
@@ -264,7 +270,7 @@ def test_runtimes_keep_the_delegated_group_and_set_the_limits(cgroups: Cgroups, 
         groups = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
         assert f"0::{box.oci_path}" in groups
         stats = box.stats()
-        assert stats.pids == 1 and 0 < stats.memory_bytes < 32 * MIB
+        assert stats.pids >= 1 and 0 < stats.memory_bytes < 32 * MIB  # runc: its threads, until it has execed
         box.set_limits(memory=48 * MIB, pids=60, cpu=0.5)
         box.freeze()
         box.kill()

@@ -13,11 +13,13 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from erofs_kit import (
     TRICKY,
@@ -30,6 +32,7 @@ from erofs_kit import (
     input_of,
     leftovers,
     mounted_tree,
+    processes,
     tar_of_directory,
     tree_of,
 )
@@ -169,6 +172,68 @@ def test_registry_with_an_altered_blob(store: ImageStore, tmp_path: Path) -> Non
     assert store.list() == []
 
 
+@contextlib.contextmanager
+def deaf_registry() -> Iterator[str]:
+    """Accepts, and never says a word."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        s.listen()
+        yield f"docker://127.0.0.1:{s.getsockname()[1]}/a:1"
+
+
+@pytest.mark.parametrize("how", ["deadline", "cancel"])
+def test_registry_that_never_answers(store: ImageStore, how: str) -> None:
+    """skopeo is killed with its import (the fixture looks for it)."""
+
+    async def run(reference: str) -> None:
+        limits = Limits(deadline_s=1.5 if how == "deadline" else 60)
+        job = ImportJob(kind="base", name="x", origin="registry", reference=reference)
+        task = asyncio.create_task(run_import(store, job, input_fd=None, limits=limits))
+        if how == "cancel":
+            await asyncio.to_thread(wait_for, lambda: running(store, b"skopeo"))
+            task.cancel()
+        with pytest.raises((DsecError, asyncio.CancelledError)) as e:
+            await task
+        assert how == "cancel" or (isinstance(e.value, DsecError) and e.value.kind == "timeout")
+
+    with deaf_registry() as reference:
+        asyncio.run(run(reference))
+
+
+@pytest.mark.parametrize("origin", ["registry", pytest.param("bootstrap", marks=pytest.mark.network)])
+def test_killed_daemon_takes_fetchers_down(store: ImageStore, tmp_path: Path, origin: str) -> None:
+    """SIGKILL to the daemon: importer, skopeo or mmdebstrap with its chroot's mounts, all gone; gc does the rest."""
+    with deaf_registry() as reference:
+        fields = {"registry": {"reference": reference}, "bootstrap": {"suite": "bookworm"}}[origin]
+        job = {"kind": "base", "name": "x", "origin": origin} | fields
+        process = daemon(store, job, Path("/dev/null"))
+        wait_for(lambda: running(store, {"registry": b"skopeo", "bootstrap": b"mmdebstrap"}[origin]))
+        time.sleep(0.5 if origin == "registry" else 10)
+        process.kill()
+        process.communicate()
+        wait_for(lambda: not processes(store.root))
+    wait_for(lambda: collected(store, tmp_path))
+    assert store.list() == []
+
+
+def collected(store: ImageStore, tmp_path: Path) -> bool:
+    """gc leaves nothing; tried again, because a process loses its command line before it loses its locks."""
+    store.gc(in_use=[m.digest for m in store.list()])
+    return leftovers(store.root, tmp_path / "run") == []
+
+
+def running(store: ImageStore, name: bytes) -> bool:
+    return any(name in command for _, command in processes(store.root))
+
+
+def wait_for(what: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if what():
+            return
+        time.sleep(0.02)
+    raise AssertionError("not within twenty seconds")
+
+
 @pytest.mark.parametrize(
     "reference", ["docker://", "docker:///etc", "oci:/etc", "docker://a b", "docker://--help x", "dir:/"]
 )
@@ -210,12 +275,17 @@ def random_tree(top: Path, rng: random.Random) -> None:
         os.setxattr(top / "zeros", f"user.x{i}", rng.randbytes(size))
     os.setxattr(top / "dir-40", "user.dir", b"d" * 900)
     (top / "dir-40").chmod(0o3777)
-    for n, path in enumerate(top.rglob("*")):
+    for n, path in enumerate(below(top)):
         os.utime(path, ns=(0, 1_600_000_000_123_456_789 + n * 10**9), follow_symlinks=False)
 
 
+def below(top: Path) -> list[Path]:
+    """Not rglob: Python 3.11.2's follows every symlink, and one of ours is too long for that."""
+    return [Path(where) / name for where, dirs, files in os.walk(top) for name in dirs + files]
+
+
 def with_times(top: Path) -> dict[str, tuple[int, int]]:
-    return {str(p.relative_to(top)): (p.lstat().st_mtime_ns, p.lstat().st_nlink) for p in top.rglob("*")}
+    return {str(p.relative_to(top)): (p.lstat().st_mtime_ns, p.lstat().st_nlink) for p in below(top)}
 
 
 @pytest.mark.parametrize("sparse", ["", "0.0", "0.1", "1.0", "gnu"])
@@ -582,57 +652,55 @@ def test_deadline(store: ImageStore) -> None:
 DAEMON = """
 import asyncio, os, sys
 from pathlib import Path
+import msgspec
 from dsecd.erofs.jobs import run_import
 from dsecd.erofs.model import ImportJob
 from dsecd.erofs.store import ImageStore
 store = ImageStore(Path(sys.argv[1]))
-fd = os.open(sys.argv[2], os.O_RDONLY)
-asyncio.run(run_import(store, ImportJob(kind="base", name="killed"), input_fd=fd))
+job = msgspec.json.decode(sys.argv[2], type=ImportJob)
+fd = os.open(sys.argv[3], os.O_RDONLY) if job.origin == "stream" else None
+asyncio.run(run_import(store, job, input_fd=fd))
 print("done", flush=True)
 """
 
 
+def daemon(store: ImageStore, job: dict[str, Any], archive: Path) -> subprocess.Popen[bytes]:
+    """A daemon whose whole life is one import."""
+    command = [sys.executable, "-c", DAEMON, str(store.root), msgspec.json.encode(job).decode(), str(archive)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
+
+
 def test_killed_at_random_moments_leaves_nothing_that_gc_does_not_find(store: ImageStore, tmp_path: Path) -> None:
     """The daemon and its importer get SIGKILL anywhere between start and commit; then a new daemon's gc runs."""
-    import sys
-
     archive = tmp_path / "a.tar"
     big = Tar()
     rng = random.Random(5)
     for i in range(2000):
         big.file(f"d{i % 50}/f{i}", rng.randbytes(20_000))
     archive.write_bytes(big.done())
-    command = [sys.executable, "-c", DAEMON, str(store.root), str(archive)]
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    job = {"kind": "base", "name": "killed"}
     started = time.monotonic()
-    subprocess.run(command, check=True, env=env, capture_output=True)
+    out, _ = daemon(store, job, archive).communicate()
+    assert b"done" in out
     whole = time.monotonic() - started
     good = store.resolve("killed")
     killed = 0
     for _ in range(14):
-        store.remove(good.digest) if store.list() else None
-        process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE)
+        if store.list():
+            store.remove(good.digest)
+        process = daemon(store, job, archive)
         time.sleep(rng.random() * whole)
         process.send_signal(signal.SIGKILL)
         out, _ = process.communicate()
         killed += b"done" not in out
-        _importers_gone(store.root)
+        wait_for(lambda: not processes(store.root))  # they go down with the daemon
         # Whole or not at all, whatever the moment.
         for manifest in store.list():
             store.verify(manifest)
-        store.gc(in_use=[good.digest])
-        assert leftovers(store.root, tmp_path / "run") == []
+        wait_for(lambda: collected(store, tmp_path))
         assert {p.name for p in store.root.iterdir()} <= {"lock", "names.json", good.hex}
     assert killed >= 5
-
-
-def _importers_gone(root: Path) -> None:
-    """They go down with the daemon, and at once."""
-    for _ in range(100):
-        if not importers(root):
-            return
-        time.sleep(0.02)
-    raise AssertionError("an importer outlived its daemon")
 
 
 def test_importer_killed_alone(store: ImageStore, tmp_path: Path) -> None:
@@ -697,14 +765,6 @@ def test_bootstrap_debian(store: ImageStore, run_dir: Path) -> None:
     assert tree[b"usr/bin/passwd".hex()]["mode"] == "0o4755"
     assert b"usr/bin/python3".hex() in tree
     assert "bootstrap" in {p.phase for p in seen}
-
-
-@pytest.mark.network
-def test_bootstrap_of_a_package_that_is_not_there(store: ImageStore) -> None:
-    job = ImportJob(kind="base", name="x", origin="bootstrap", suite="bookworm", packages=("no-such-package-at-all",))
-    with pytest.raises(DsecError) as e:
-        asyncio.run(run_import(store, job, input_fd=None))
-    assert e.value.kind == "not_found"
 
 
 @pytest.mark.parametrize("fields", [{"suite": "Book worm"}, {"suite": "x", "packages": ("-o=evil",)}, {"suite": "--x"}])

@@ -1,9 +1,9 @@
 """What travels into the lab and out of it, as tar archives on raw disks: no file system to make, mount or leak.
 
 In: the project's files as git knows them (`/srv/project`), the Python wheels of its dependencies (`/srv/wheels`), the
-test runner's own packages (`/srv/lab-site`, for PYTHONPATH) and a kernel for guests of the guest (`/srv/vmlinux`).
-Out: one directory of results. The wheels are built on the host because compiling under emulation is ten times slower;
-installing them stays the guest's work.
+test runner's own packages (`/srv/lab-site`, for PYTHONPATH), a kernel for guests of the guest (`/srv/vmlinux`) and a
+base image for sandboxes (`/srv/base.tar`). Out: one directory of results. The wheels are built on the host because
+compiling under emulation is ten times slower; installing them stays the guest's work.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def project_files() -> list[str]:
     return sorted({name for name in listed.split("\0") if name and (PROJECT / name).is_file()})
 
 
-def write_disk(disk: Path, wheel_dir: Path, vmlinux: Path) -> None:
+def write_disk(disk: Path, wheel_dir: Path, vmlinux: Path, base: Path | None = None) -> None:
     """Fill the delivery disk; the guest unpacks it over its root."""
     with tarfile.open(disk, "w", format=tarfile.PAX_FORMAT) as tar:
         for name in project_files():
@@ -82,6 +82,8 @@ def write_disk(disk: Path, wheel_dir: Path, vmlinux: Path) -> None:
         tar.add(wheel_dir / "wheels", "srv/wheels", filter=owned_by_root)
         tar.add(wheel_dir / "site", "srv/lab-site", filter=owned_by_root)
         tar.add(vmlinux, "srv/vmlinux", filter=owned_by_root)
+        if base:
+            tar.add(base, "srv/base.tar", filter=owned_by_root)
     pad_to_sector(disk)
 
 

@@ -27,7 +27,12 @@ INSTALLING = (
     " libseccomp-dev libsystemd-dev libffi-dev"
 )
 GUESTS = "e2fsprogs cpio zstd qemu-system-x86 qemu-utils"  # for guests of the guest, under its KVM
-PACKAGES = f"{SYSTEM} {SANDBOXES} {SECURITY} {INSTALLING} {GUESTS}".split()
+TESTING = "busybox-static attr xz-utils openssh-client"
+PACKAGES = f"{SYSTEM} {SANDBOXES} {SECURITY} {INSTALLING} {GUESTS} {TESTING}".split()
+BASE_PACKAGES = ["python3-minimal", "procps", "mount"]
+
+# Half the files of a small Debian.
+NOBODY_READS = ["/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*", "/usr/share/zoneinfo/*"]
 
 # Waits or works for nothing in a VM that lives for minutes. serial-getty would wait 90 s for its device.
 MASKED = [
@@ -61,12 +66,12 @@ def rootfs(progress: Progress) -> Path:
     """Path of the raw ext4 image."""
     suite = codename()
     guest = [path.read_bytes() for path in sorted(GUEST.iterdir()) if path.is_file()]
-    key = key_of([suite, IMAGE_SIZE, *PACKAGES, *MASKED, *(f"{k}={v}" for k, v in sorted(FILES.items())), *guest])
+    key = key_of(
+        [suite, IMAGE_SIZE, *PACKAGES, *NOBODY_READS, *MASKED, *(f"{k}={v}" for k, v in sorted(FILES.items())), *guest]
+    )
 
     def make(work: Path) -> None:
         progress(f"lab: making a Debian {suite} root file system; a minute or two, once")
-        if absent := missing(["mmdebstrap", "e2fsprogs"]):
-            subprocess.run(["apt-get", "-qq", "-y", "--no-install-recommends", "install", *absent], check=True)
         tree = work / "tree"
         debootstrap(suite, tree)
         furnish(tree)
@@ -78,24 +83,37 @@ def rootfs(progress: Progress) -> Path:
 
 
 def debootstrap(suite: str, tree: Path) -> None:
-    log = cache_dir() / "rootfs-build.log"
-    sources = [str(path) for path in sorted(Apt().parts.iterdir())]
-    command = ["mmdebstrap", "--variant=minbase", "--mode=root", f"--include={','.join(PACKAGES)}"]
-    # Documentation and translations are a third of the files and nobody reads them there.
-    command += [
-        f"--dpkgopt=path-exclude={path}" for path in ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*")
-    ]
-    command += ["--aptopt=Apt::Install-Recommends false"]
+    options = [f"--include={','.join(PACKAGES)}", "--variant=minbase"]
     if suite in NEEDS_BACKPORTS:
         pin = f"Package: qemu* seabios\\nPin: release n={suite}-backports\\nPin-Priority: 600\\n"
         where = '"$1"/etc/apt/preferences.d'
-        command += [f"--setup-hook=mkdir -p {where}; printf '{pin}' > {where}/dsecd-lab"]
-    command += [suite, str(tree), *sources]
-    # mmdebstrap wants a directory that `_apt` may enter, so it works in the machine's temporary directory.
+        options.append(f"--setup-hook=mkdir -p {where}; printf '{pin}' > {where}/dsecd-lab")
+    mmdebstrap(suite, options, tree)
+
+
+def base_tar(progress: Progress) -> Path:
+    """A small Debian with Python as a tar, for the base image of sandboxes in the lab; there is no mirror inside."""
+    suite = codename()
+
+    def make(work: Path) -> None:
+        progress("lab: making a base image for sandboxes; once")
+        mmdebstrap(suite, [f"--include={','.join(BASE_PACKAGES)}", "--variant=essential"], work / "base.tar")
+
+    return product("labbase", key_of([suite, *BASE_PACKAGES, *NOBODY_READS]), make) / "base.tar"
+
+
+def mmdebstrap(suite: str, options: list[str], target: Path) -> None:
+    if absent := missing(["mmdebstrap", "e2fsprogs"]):
+        Apt().install(absent)
+    log = cache_dir() / f"{target.name}-build.log"
+    command = ["mmdebstrap", "--mode=root", "--aptopt=Apt::Install-Recommends false", *options]
+    command += [f"--dpkgopt=path-exclude={path}" for path in NOBODY_READS]
+    command += [suite, str(target), *(str(path) for path in sorted(Apt().parts.iterdir()))]
+    # mmdebstrap wants a working directory that `_apt` may enter, which the cache in a home directory is not.
     with log.open("wb") as sink, tempfile.TemporaryDirectory(prefix="dsecd-lab-") as temporary:
         done = subprocess.run(command, cwd=temporary, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink)
     if done.returncode:
-        raise LabError(f"mmdebstrap of the lab's root failed; see {log}")
+        raise LabError(f"mmdebstrap of {target.name} failed; see {log}")
 
 
 def furnish(tree: Path) -> None:

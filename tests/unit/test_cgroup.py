@@ -166,9 +166,21 @@ def test_stats_v1(hybrid: Cgroups) -> None:
     assert (stats.cpu_usec, stats.throttled_usec, stats.oom_kills, stats.pids_max_hits) == (1234, 55, 2, 9)
 
 
-def test_stats_of_a_group_that_is_gone_are_zero(v2: Cgroups, hybrid: Cgroups) -> None:
+def test_stats_of_a_group_that_is_gone_are_zero_on_v2(v2: Cgroups) -> None:
     assert v2.sandbox("gone").stats().memory_bytes == 0
+
+
+def test_stats_of_a_group_that_is_gone_are_zero_on_hybrid(hybrid: Cgroups) -> None:
     assert hybrid.sandbox("gone").oom_kills() == 0
+
+
+def test_seal_takes_back_what_a_runtime_gave_away(v2: Cgroups, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed: list[str] = []
+    monkeypatch.setattr(os, "chown", lambda path, uid, gid: changed.append(f"{path.name} {uid}:{gid}"))
+    box = v2_box(v2)
+    box.seal()
+    names = ["cgroup.threads", "cgroup.subtree_control", "memory.oom.group", "memory.reclaim"]
+    assert changed == [f"{name} 0:0" for name in names]
 
 
 def test_limits_v2(v2: Cgroups) -> None:

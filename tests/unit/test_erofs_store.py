@@ -190,6 +190,29 @@ def test_commit_is_not_seen_before_it_is_whole(store: ImageStore, monkeypatch: p
     assert store.resolve("x").digest == image.digest
 
 
+@pytest.mark.parametrize("broken", ["manifest", "data", "meta"])
+def test_a_damaged_image_is_in_nobodys_way(store: ImageStore, broken: str) -> None:
+    good, bad = put(store, b"good", "good"), put(store, b"bad", "bad")
+
+    def damage() -> None:
+        path = {"manifest": store.root / bad.hex / "manifest.json", "data": store.data_path(bad),
+                "meta": store.meta_path(bad)}[broken]  # fmt: skip
+        path.unlink()
+        path.write_bytes(b"{}")
+
+    damage()
+    later = ImageStore(store.root)
+    assert good.digest in {m.digest for m in later.list()}
+    assert kind_of(lambda: later.check(later.resolve("bad"))) == "image"
+    assert put(later, b"bad", "bad").digest == bad.digest  # importing it again heals it
+    later.verify(later.resolve("bad"))
+    damage()
+    later = ImageStore(store.root)
+    later.remove("bad")
+    assert [m.name for m in later.list()] == ["good"]
+    assert sorted(os.listdir(store.root)) == sorted([good.hex, "lock", "names.json"])
+
+
 def test_compose(store: ImageStore) -> None:
     put(store, b"b", "base", config=ImageConfig(env={"A": "1", "B": "1"}, user="u", workdir="/b", cmd=("sh",)))
     put(store, b"w", "work", kind="workspace", config=ImageConfig(env={"B": "2"}, workdir="/w"))
@@ -239,6 +262,28 @@ def test_apt_sources_follow_the_suite() -> None:
     assert fetch._one_lines(lines, "bookworm", "trixie") == [
         "deb [signed-by=/k.gpg] http://m.example/debian trixie main"
     ]
+
+
+@pytest.mark.parametrize(("log", "kind"), [
+    (b"Building dependency tree...\nE: Unable to locate package nope\nE: setup failed: E: apt-get", "not_found"),
+    (b"Err:1 http://m x InRelease\n  Could not resolve 'm'\nE: Failed to fetch\nE: setup failed", "network"),
+    (b"tar: ./usr/lib/x: No space left on device\nE: mmdebstrap failed to run", "disk_full"),
+    (b"E: mmdebstrap failed to run", "image"),
+])  # fmt: skip
+def test_words_of_mmdebstrap(tmp_path: Path, log: bytes, kind: str) -> None:
+    """As it said them; what the sentence quotes is the line that explains."""
+    (tmp_path / "log").write_bytes(log)
+    ended, end = os.pipe()
+    os.write(end, b"1")
+    fd = os.open(tmp_path / "log", os.O_RDONLY)
+    try:
+        with pytest.raises(DsecError) as e:
+            fetch.check_bootstrap(fetch.Bootstrap(-1, ended, fd))
+    finally:
+        for each in (fd, ended, end):
+            os.close(each)
+    assert e.value.kind == kind
+    assert "setup failed" not in e.value.message and "\n" not in e.value.message
 
 
 @pytest.mark.parametrize(("reference", "plain"), [
