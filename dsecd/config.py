@@ -16,6 +16,7 @@ from typing import Annotated, Any, Final, Literal, get_args, get_type_hints
 import msgspec
 from msgspec import Meta, Struct
 
+from dsecd.erofs.stores import StoreConfig
 from dsecd.errors import DsecError
 
 Level = Literal["debug", "info", "warning", "error"]
@@ -60,6 +61,16 @@ class Config(Struct, kw_only=True, forbid_unknown_fields=True):
     ] = 0
     image_linger_s: Annotated[float, doc("Seconds an unused image stays mounted.", ge=0, le=86400)] = 30.0
     image_max_mb: Annotated[int, doc("Largest image, unpacked, in MiB.", ge=1, le=1 << 26)] = 65_536
+    image_cache_mb: Annotated[
+        int, doc("Local cache of images that are filled on demand, in MiB; what was just read may exceed it.", ge=64)
+    ] = 65_536
+    image_read_timeout_s: Annotated[
+        float, doc("Seconds a read waits for an image's store before it fails with EIO.", ge=1, le=3600)
+    ] = 30.0
+    stores: Annotated[
+        dict[str, StoreConfig],
+        doc("Where images' data may live: [stores.NAME] with kind (path, http, registry), path or url."),
+    ] = {}
     insecure_registries: Annotated[
         list[str], doc("Registries (host:port) reached over plain HTTP; loopback ones always may be.")
     ] = []

@@ -1,4 +1,4 @@
-"""The page server with a store that misbehaves as `<path>/behaviour` says. Started by tests in place of the real one."""
+"""The page server with a store that misbehaves as `<path>/behaviour` says; tests start it in place of the real one."""
 
 from __future__ import annotations
 

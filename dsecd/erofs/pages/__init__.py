@@ -1,9 +1,9 @@
 """The page server: a small process that fills images while they are read.
 
-`fan` speaks fanotify, `journal` remembers whose reads are unanswered, `cachefile` is one sparse file and what it holds,
-`chunks` brings what is missing, `evict` takes away what nobody reads, `trace` learns what an image's runs read, `server`
-ties them together behind a socket (`model` has its messages). `client` is the daemon's end: it starts the process, keeps
-a copy of its fanotify group, and starts it again.
+`fan` speaks fanotify, `journal` remembers whose reads are unanswered, `cachefile` is one sparse file and what it
+holds, `chunks` brings what is missing, `evict` takes away what nobody reads, `trace` learns what an image's runs read,
+`server` ties them together and `control` puts a socket before it (`model` has its messages). `client` is the daemon's
+end: it starts the process, keeps a copy of its fanotify group, and starts it again.
 
     reader ── read(2) ──> EROFS ──> cache/<hex>.data (sparse, marked)
                                         │ pre-content event: the reader waits in the kernel

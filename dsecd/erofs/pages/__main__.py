@@ -84,6 +84,8 @@ def run(config: PagesConfig, stores: Mapping[str, BlobStore], group: int | None)
         control.serve()
         tell_systemd(f"STOPPING=1\nFDSTOREREMOVE=1\nFDNAME={GROUP_NAME}")
         server.stop()
+        logging.shutdown()
+        os._exit(0)  # not waiting for threads that hang in a store
 
 
 def inherited() -> int | None:
@@ -109,7 +111,7 @@ def tell_systemd(text: str, fds: list[int] | None = None) -> None:
 
 def _adapt_process() -> None:
     signal.signal(signal.SIGIO, signal.SIG_IGN)  # a lease of ours that somebody's open breaks: see CacheFile.in_use
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with contextlib.suppress(OSError):  # lowering it takes CAP_SYS_RESOURCE
         Path("/proc/self/oom_score_adj").write_text("-900")
@@ -137,7 +139,7 @@ def _lock(path: Path):  # type: ignore[no-untyped-def]
 
 
 def _moved_up(fd: int) -> int:
-    """Low numbers belong to events: an unanswered one's number must be free to be taken again (`PageServer._reserve`)."""
+    """Low numbers belong to events: an unanswered one's must be free to be taken again (`PageServer._reserve`)."""
     high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 512)
     os.close(fd)
     return high

@@ -6,8 +6,8 @@ A chunk that is wanted and not there is in `File.wanted`, in one of these states
        ^          │ failed, and somebody still waits
        └── resting┘ a moment later; when nobody waits any more, it is forgotten
 
-Readers do not sit in threads: they wait in the kernel, and `Read` says what for. So a thousand of them cost nothing, and
-a store that hangs holds up at most its own few workers.
+Readers do not sit in threads: they wait in the kernel, and `Read` says what for. So a thousand of them cost nothing,
+and a store that hangs holds up at most its own few workers.
 """
 
 from __future__ import annotations
@@ -37,15 +37,17 @@ STREAMS: Final = 16
 LIES: Final = 3  # wrong bytes for a chunk, then its readers wait no longer
 REST_S: Final = (0.05, 1.0)  # between tries: first, longest
 PER_STORE: Final = 6
+NOBODY_WAITS_S: Final = 10.0  # how long a fetch may take that no reader waits for
 
 
 class Read:
     """A reader that waits in the kernel for `missing` chunks."""
 
-    __slots__ = ("deadline", "done", "fd", "file", "missing", "slot")
+    __slots__ = ("deadline", "done", "fd", "file", "first", "missing", "slot")
 
     def __init__(self, file: File | None, fd: int, slot: int, deadline: float) -> None:
         self.file, self.fd, self.slot, self.deadline = file, fd, slot, deadline
+        self.first = 0  # chunk
         self.missing = 0
         self.done = False
 
@@ -82,6 +84,7 @@ class File:
         self.mounted = False
         self.claims = 0
         self.streams: dict[int, int] = {}  # where readers are -> how far to read ahead of them
+        self.denied: dict[int, float] = {}  # first chunk of a read -> when it got EIO for being late
         self.trouble: Trouble | None = None
 
 
@@ -123,6 +126,8 @@ class Fetcher:
                 self._lock.notify()
             chunk.priority = priority
         if read is not None:
+            if chunk.state == "resting":  # who asks now may find the store back; but no faster than the first retry
+                chunk.not_before = min(chunk.not_before, time.monotonic() + REST_S[0])
             chunk.readers.append(read)
             read.missing += 1
 
@@ -179,7 +184,7 @@ class Fetcher:
                 self._prefetching += prefetch
             try:
                 self._bring(file, run)
-            except Exception as exc:  # noqa: BLE001  a worker must live: its readers would wait for ever
+            except Exception as exc:  # a worker must live: its readers would wait for ever
                 log.exception("cannot fill %s", file.cached.hex[:12])
                 self._failed(run, DsecError("internal", f"the page server failed: {exc!r}"))
             finally:
@@ -248,7 +253,7 @@ class Fetcher:
         with self._lock:
             deadlines = [read.deadline for chunk in run for read in chunk.readers if not read.done]
             self.requests += 1
-        patience = max(0.5, max(deadlines) - time.monotonic()) if deadlines else 30.0
+        patience = max(0.5, max(deadlines) - time.monotonic()) if deadlines else NOBODY_WAITS_S
         try:
             if file.store is None:
                 raise DsecError("image", f"the store of data {file.cached.hex[:12]} is not in the config")

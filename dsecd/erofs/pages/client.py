@@ -111,7 +111,8 @@ class Pages:
                 with contextlib.suppress(OSError):
                     self._watch.shutdown(socket.SHUT_RDWR)
         if stopped and self._process is not None:
-            self._process.wait(START_S)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(START_S)
         if self._keeper is not None:
             self._keeper.join(START_S)
         if self._process is not None:
@@ -154,14 +155,17 @@ class Pages:
         if self._talk is not None:
             return
         talk = self._reach() or self._start()
-        talk.settimeout(ANSWER_S)
-        talk.sendall(msgspec.json.encode(Request(op="hello")) + b"\n")
-        first, fds, _, _ = socket.recv_fds(talk, 1 << 16, 1, socket.MSG_CMSG_CLOEXEC)
-        if not fds:
+        try:
+            talk.settimeout(ANSWER_S)
+            talk.sendall(msgspec.json.encode(Request(op="hello")) + b"\n")
+            first, fds, _, _ = socket.recv_fds(talk, 1 << 16, 1, socket.MSG_CMSG_CLOEXEC)
+            if not fds:
+                raise EOFError
+            if not first.endswith(b"\n"):
+                _line(talk)
+        except (OSError, EOFError):
             talk.close()
-            raise EOFError
-        if not first.endswith(b"\n"):
-            _line(talk)
+            raise
         if self._group is not None:
             os.close(self._group)
         self._group, self._talk = fds[0], talk
@@ -233,7 +237,7 @@ class Pages:
 
 
 def _line(talk: socket.socket) -> bytes:
-    parts = []
+    parts: list[bytes] = []
     while not (parts and parts[-1].endswith(b"\n")):
         data = talk.recv(1 << 16)
         if not data:

@@ -74,7 +74,7 @@ class Control:
         except OSError as exc:
             number = exc.errno or errno.EIO
             return Reply(error="image", message=exc.strerror or str(exc), errno=number)
-        except Exception as exc:  # noqa: BLE001  a request must not end the server
+        except Exception as exc:  # a request must not end the server
             log.exception("request %s failed", request.op)
             return Reply(error="internal", message=repr(exc))
 

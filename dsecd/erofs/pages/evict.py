@@ -53,9 +53,10 @@ class Evictor:
     def keep_bound(self) -> None:
         over = self.used() - self._bound
         now = time.monotonic()
-        if over > 0 and now >= self._not_before:
-            if not self.make_room(over + int(self._bound * (1 - LOW_WATER))):
-                self._not_before = now + min(1.0, self._settle_s)  # looking at all chunks costs
+        if over <= 0 or now < self._not_before:
+            return
+        if not self.make_room(over + int(self._bound * (1 - LOW_WATER))):
+            self._not_before = now + min(1.0, self._settle_s)  # looking at all chunks costs
 
     def make_room(self, size: int) -> bool:
         """Free at least one chunk of the `size` bytes asked for. False: nothing may go now."""

@@ -1,7 +1,7 @@
-"""fanotify pre-content events (Linux 6.14 and later): the calls and structures that Python lacks. Thin; OSError on failure.
+"""fanotify pre-content events (Linux 6.14 and later): the calls and structures that Python lacks.
 
-The numbers are here because the headers of Debian 12 do not have them. An event is 48 bytes: the metadata, and one
-record with the range that somebody is about to read. Until it is answered, that reader waits.
+Thin; OSError on failure. The numbers are here because the headers of Debian 12 do not have them. An event is 48
+bytes: the metadata, and one record with the range that somebody is about to read. Until it is answered, he waits.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _libc.fanotify_mark.argtypes = [ctypes.c_int, ctypes.c_uint, ctypes.c_uint64, ct
 
 
 class Event(NamedTuple):
-    """Somebody (`pid`) is about to read `count` bytes at `offset` of the file that `fd` is open on."""
+    """Somebody (`pid`) is about to read `length` bytes at `offset` of the file that `fd` is open on."""
 
     fd: int
     pid: int
     offset: int
-    count: int
+    length: int
 
 
 def new_group() -> int:
-    """A group whose events are answered before the content is read. Event descriptors are writable and raise no events."""
+    """A group whose events are answered before the content is read. Events' descriptors are writable."""
     flags = FAN_CLASS_PRE_CONTENT | FAN_CLOEXEC | FAN_NONBLOCK | FAN_UNLIMITED_QUEUE | FAN_UNLIMITED_MARKS
     fd: int = _libc.fanotify_init(flags, os.O_RDWR | os.O_LARGEFILE | os.O_CLOEXEC)
     if fd < 0:
@@ -63,9 +63,9 @@ def mark(group: int, path: Path) -> None:
 
 def unmark(group: int, path: Path) -> None:
     """Reads are free again. Not to be marked is no error."""
-    if _libc.fanotify_mark(group, FAN_MARK_REMOVE, FAN_PRE_ACCESS, _AT_FDCWD, os.fsencode(path)) < 0:
-        if ctypes.get_errno() != errno.ENOENT:
-            raise _error("fanotify_mark")
+    failed = _libc.fanotify_mark(group, FAN_MARK_REMOVE, FAN_PRE_ACCESS, _AT_FDCWD, os.fsencode(path)) < 0
+    if failed and ctypes.get_errno() != errno.ENOENT:
+        raise _error("fanotify_mark")
 
 
 def marked(group: int) -> frozenset[int]:

@@ -1,4 +1,4 @@
-"""What the daemon and the page server say to each other: one JSON object per line over a Unix socket, requests in turn."""
+"""What the daemon and the page server say to each other: one JSON object per line over a Unix socket."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ class Watched(Struct, frozen=True, kw_only=True):
 class Request(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """op `hello` is answered with a copy of the fanotify group beside the reply.
 
-    `watch`: mark the cache file; mount it after the reply. `resume`: the same for a mount that is there already; refused
-    when readers may have seen holes meanwhile. `mounted`: the mount has opened the file. `unwatch`: the mount is gone.
-    `retain`: unwatch all but `images`. `stop`: end, unless something is watched.
+    `watch`: mark the cache file; mount it after the reply. `resume`: the same for a mount that is there already;
+    refused when readers may have seen holes meanwhile. `mounted`: the mount has opened the file. `unwatch`: the mount
+    is gone. `retain`: unwatch all but `images`. `stop`: end, unless something is watched.
     """
 
     op: Literal["hello", "ping", "watch", "resume", "mounted", "unwatch", "retain", "stats", "stop"]

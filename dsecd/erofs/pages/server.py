@@ -39,6 +39,8 @@ from dsecd.errors import DsecError
 
 log: Final = logging.getLogger(__name__)
 
+AGAIN_S: Final = 1.0
+STOP_S: Final = 2.0
 TICK_S: Final = 0.1
 SAVE_S: Final = 5.0
 RELEASE_S: Final = 2.0  # how long `unwatch` waits for a mount that was just unmounted to let go of the file
@@ -70,7 +72,7 @@ class PageServer:
         self._evictor = Evictor(
             self._lock, self._files, self._fetcher, bound=config.cache_bytes, settle_s=config.settle_s, mark=self._mark
         )
-        self._reads: dict[Read, None] = {}  # in order of their deadlines
+        self._reads: dict[Read, None] = {}
         self._threads: list[threading.Thread] = []
         self._stopping = False
         self._events = self._hits = self._denied = 0
@@ -96,8 +98,9 @@ class PageServer:
             self._stopping = self._fetcher.stopped = True
             self._lock.notify_all()
         os.write(self._wake_w, b"x")
+        until = time.monotonic() + STOP_S
         for thread in self._threads:
-            thread.join(5.0)
+            thread.join(max(0.0, until - time.monotonic()))  # one may hang in its store; it holds nothing of ours
         for file in self._files.values():
             file.cached.save()
             file.cached.close()
@@ -151,9 +154,9 @@ class PageServer:
     def _restore(self) -> None:
         """What an earlier server watched. Its marks are still there, unless the group was lost."""
         marked = fan.marked(self.group)
-        for file in self._files.values():
-            file.marked = file.cached.ino in marked
-            file.marked_at = time.monotonic()
+        for every in self._files.values():
+            every.marked = every.cached.ino in marked
+            every.marked_at = time.monotonic()
         for note in self._notes():
             file = self._files.get(note.watched.hex)
             if file is None:
@@ -214,7 +217,8 @@ class PageServer:
         ino = os.fstat(event.fd).st_ino
         with self._lock:
             self._journal.name(slot, ino)
-            read.file = file = self._by_ino.get(ino)
+            file = self._by_ino.get(ino)
+            read.file = file
             self._events += 1
             if file is not None:
                 self._ask(file, event, read)
@@ -232,9 +236,13 @@ class PageServer:
             else:
                 self._fetcher.want(file, chunk, FAULT, read)
         read.done = read.missing == 0
+        read.first = span.start
+        if not read.done and now - file.denied.get(read.first, -AGAIN_S) < AGAIN_S:
+            # Failed reads are tried once more by the kernel, in smaller pieces: that must not double the deadline.
+            read.deadline = now + max(AGAIN_S / 2, self.config.deadline_s / 10)
         self._hits += read.done
         for trace in file.traces.values():
-            trace.touch(event.offset, event.count, read.done)
+            trace.touch(event.offset, event.length, read.done)
         if not read.done:
             self._reads[read] = None
         if span and not file.cached.complete:
@@ -242,7 +250,7 @@ class PageServer:
 
     @staticmethod
     def _span(file: File, event: fan.Event) -> range:
-        end = min(event.offset + (event.count or file.cached.size), file.cached.size)
+        end = min(event.offset + (event.length or file.cached.size), file.cached.size)
         return range(event.offset // CHUNK, -(-end // CHUNK)) if end > event.offset else range(0)
 
     def _deadline(self) -> float:
@@ -273,25 +281,25 @@ class PageServer:
                 if now >= next_save:
                     next_save = now + SAVE_S
                     self._save()
-            except Exception:  # noqa: BLE001  a keeper must live: deadlines are its
+            except Exception:  # a keeper must live: deadlines are its
                 log.exception("housekeeping failed, going on")
 
     def _expire(self, now: float) -> None:
-        late: list[Read] = []
         with self._lock:
-            for read in self._reads:
-                if read.deadline > now:
-                    break
-                late.append(read)
+            late = [read for read in self._reads if read.deadline <= now]
             for read in late:
                 read.done = True
                 del self._reads[read]
                 if read.file is not None:
+                    read.file.denied[read.first] = now
                     before = read.file.trouble
                     why = before.why if before else "the store did not answer in time"
                     kind = before.kind if before else "image"
                     read.file.trouble = Trouble((before.denied if before else 0) + 1, kind, why, time.time())
             self._fetcher.wake_rested(now)
+            for file in self._files.values():
+                if len(file.denied) > 1024:
+                    file.denied.clear()
         for read in late:
             self._finish(read, errno.EIO)
         if late:
@@ -450,7 +458,9 @@ class PageServer:
 
     def _note(self) -> None:
         notes = [
-            Note(watched, file.latched, file.mounted) for file in self._files.values() for watched in file.watched.values()
+            Note(watched, file.latched, file.mounted)
+            for file in self._files.values()
+            for watched in file.watched.values()
         ]
         new = self.config.run / "watched.json.new"
         new.write_bytes(msgspec.json.encode(notes))

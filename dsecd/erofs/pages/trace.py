@@ -8,7 +8,6 @@ file is marked, so a run on a complete cache adds nothing, and need not.
 from __future__ import annotations
 
 import contextlib
-import os
 from pathlib import Path
 from typing import Final
 
@@ -109,7 +108,7 @@ class Trace:
         new = self._path.with_name(f"{self._path.name}.new")
         try:
             new.write_bytes(msgspec.json.encode(kept))
-            os.replace(new, self._path)
+            new.replace(self._path)
         except OSError:  # the image is being removed, or the disk is full
             with contextlib.suppress(OSError):
                 new.unlink(missing_ok=True)
