@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -12,9 +13,13 @@ from typing import Any
 
 import pytest
 from pages_kit import World, random_files, read_all, readers, servers, until
+from pages_server import Moody
 
 from dsecd.erofs.model import CHUNK, Manifest
+from dsecd.erofs.pages.model import Watched
+from dsecd.erofs.pages.server import PageServer
 from dsecd.erofs.pages.trace import figures
+from dsecd.erofs.sys import mount_erofs, umount
 from dsecd.errors import DsecError
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
@@ -100,6 +105,50 @@ def test_server_killed_under_load(world: World) -> None:
         last = world.pages.stats()
         assert last.inherited and last.generation == first.generation and last.pid not in killed
         assert last.denied == 0
+
+
+def test_event_that_was_read_and_not_named(world: World) -> None:
+    """A server dies between reading an event and learning which file it is about: the next one fills that range of all
+    files, and answers by number."""
+    stores = {"far": Moody("far", world.far.path)}
+    files = {"a": os.urandom(300_000)}
+    image, other = world.image(files), world.image({"b": os.urandom(200_000)}, "other")
+    world.config.run.mkdir()
+    world.config.cache.mkdir()
+    first = PageServer(world.config, stores, None)
+    target = world.top / "mnt"
+    target.mkdir()
+    for one in (other, image):
+        path = first.watch(watched(world, one), resume=False)
+    mount_erofs(str(world.images.meta_path(image)), [str(path)], target)
+    reader = subprocess.Popen(["cat", target / "a"], stdout=subprocess.PIPE)
+    assert select.select([first.group], [], [], 5)[0]
+    with first._lock:
+        found = first._journal.read(first.group)
+    assert found is not None
+    os.close(found[1].fd)
+    again = os.dup(first.group)
+    for fd in (first.group, first._wake_r, first._wake_w):
+        os.close(fd)
+    for file in first._files.values():
+        file.cached.close()
+    second = PageServer(world.config, stores, again)
+    try:
+        assert second.inherited
+        second.start()
+        assert reader.communicate(timeout=20)[0] == files["a"]
+        assert second.stats().cached_bytes >= 2 * CHUNK  # the other file's first chunk, too
+    finally:
+        reader.kill()
+        umount(target)
+        second.stop()
+
+
+def watched(world: World, image: Manifest) -> Watched:
+    return Watched(
+        image=image.digest, data_digest=image.data_digest, data_size=image.data_size, store="far",
+        sums=str(world.images.sums_path(image)), blob=f"{image.hex}.data",
+    )  # fmt: skip
 
 
 def test_store_away_and_back(world: World) -> None:

@@ -61,6 +61,9 @@ class CacheFile:
 
     def open(self, size: int) -> None:
         """Find out what is there. A file of another length or with another inode number holds nothing of ours."""
+        if self._map is not None:
+            self._map.close()
+            self._map = None
         if -(-size // CHUNK) != self.chunks:
             raise bad(f"data {self.hex[:12]}: {self.chunks} sums for {size} bytes")
         found = os.fstat(self.fd).st_size

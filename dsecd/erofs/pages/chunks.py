@@ -156,6 +156,11 @@ class Fetcher:
                 self._resting.discard(chunk)
                 del file.wanted[index]
 
+    def forget(self, file: File) -> None:
+        for index in range(file.cached.chunks):
+            if self.known.get(file.cached.sum(index), (None, 0))[0] is file:
+                del self.known[file.cached.sum(index)]
+
     def wake_rested(self, now: float) -> None:
         """Try again what failed, as long as somebody waits for it."""
         for chunk in [chunk for chunk in self._resting if chunk.not_before <= now]:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -49,14 +49,27 @@ def pages_config(config: Config) -> PagesConfig:
 
 
 class Pages:
-    """One page server, whichever process it is just now. program: how to start it, for tests."""
+    """One page server, whichever process it is just now.
 
-    def __init__(self, config: PagesConfig, program: Sequence[str] = ()) -> None:
+    program: how to start it, for tests. on_lost: told, from any thread, of mounted images (digests) whose readers may
+    have seen holes: their sandboxes must end.
+    """
+
+    def __init__(
+        self,
+        config: PagesConfig,
+        program: Sequence[str] = (),
+        *,
+        on_lost: Callable[[list[str]], None] | None = None,
+    ) -> None:
+        self.on_lost = on_lost
         self.config = config
         self._program = tuple(program) or (sys.executable, "-P", "-m", "dsecd.erofs.pages")
         self._lock = threading.RLock()
         self._talk: socket.socket | None = None
         self._group: int | None = None
+        self._generation = ""
+        self._orphans: list[int] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._keeper: threading.Thread | None = None
         self._watch: socket.socket | None = None
@@ -104,9 +117,9 @@ class Pages:
                     stopped = not self._once(Request(op="stop")).busy
                 self._talk.close()
                 self._talk = None
-            if self._group is not None:
-                os.close(self._group)
-                self._group = None
+            for fd in [*self._orphans, *([] if self._group is None else [self._group])]:
+                os.close(fd)
+            self._orphans, self._group = [], None
             if self._watch is not None:
                 with contextlib.suppress(OSError):
                     self._watch.shutdown(socket.SHUT_RDWR)
@@ -162,16 +175,31 @@ class Pages:
             if not fds:
                 raise EOFError
             if not first.endswith(b"\n"):
-                _line(talk)
+                first += _line(talk)
         except (OSError, EOFError):
             talk.close()
             raise
-        if self._group is not None:
-            os.close(self._group)
-        self._group, self._talk = fds[0], talk
+        self._take_group(fds[0], msgspec.json.decode(first, type=Reply).stats)
+        self._talk = talk
         self._watch = self._reach()
         self._keeper = threading.Thread(target=self._keep, args=(talk, self._watch), name="pages", daemon=True)
         self._keeper.start()
+
+    def _take_group(self, fd: int, stats: Stats | None) -> None:
+        """Another generation is another group: the last server's was lost on the way, though we have it still.
+
+        It is kept: whoever waits for it would be given holes. Those images' users must end.
+        """
+        assert stats is not None
+        if self._group is not None:
+            if stats.generation == self._generation:
+                os.close(self._group)
+            else:
+                self._orphans.append(self._group)
+        self._group, self._generation = fd, stats.generation
+        lost = [image.image for image in stats.images if image.lost]
+        if lost and self.on_lost is not None:
+            self.on_lost(lost)
 
     def _reach(self) -> socket.socket | None:
         talk = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)

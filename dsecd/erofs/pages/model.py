@@ -90,7 +90,7 @@ class ImageStats(Struct, frozen=True, kw_only=True):
 
 
 class Stats(Struct, frozen=True, kw_only=True):
-    """Counters since the server started (events to `prefetched_chunks`), and the cache as it is."""
+    """Counters since the server started, and the cache as it is now. event_us: what answering one costs, on average."""
 
     pid: int
     generation: str

@@ -5,7 +5,8 @@
     keeper      every tenth of a second: deadlines, retries; every few seconds: saves, the bound, marks that may go
     control     the socket; one request at a time
 
-One lock for the table, never held over I/O. It may be killed at any instant: see `journal` and `cachefile`.
+One lock for the table, never held over I/O on the cache or a store. The process may be killed at any instant: see
+`journal` and `cachefile`.
 """
 
 from __future__ import annotations
@@ -136,12 +137,18 @@ class PageServer:
     def _load(self) -> None:
         """Every file of the cache, watched or not: it may be evicted, and its chunks may be another's too."""
         for path in sorted(self.config.cache.glob("*.sums")):
-            with contextlib.suppress(DsecError, OSError):
+            try:
                 cached = CacheFile(self.config.cache, self.config.run, path.stem, path.read_bytes())
                 self._add(cached, os.fstat(cached.fd).st_size)
+            except (DsecError, OSError) as exc:  # found again, or made anew, when its image is watched
+                log.warning("%s: %s, ignoring", path, exc)
 
     def _add(self, cached: CacheFile, size: int) -> File:
-        cached.open(size)
+        try:
+            cached.open(size)
+        except (DsecError, OSError):
+            cached.close()
+            raise
         file = File(cached)
         with self._lock:
             self._files[cached.hex] = file
@@ -335,16 +342,22 @@ class PageServer:
         for file in list(self._files.values()):
             with contextlib.suppress(OSError):  # a full disk: the map says less than is there
                 file.cached.save()
-            with self._lock:
-                for trace in file.traces.values():
-                    trace.save()
+            for trace in list(file.traces.values()):
+                self._save_trace(trace)
             self._forget_if_empty(file)
+
+    def _save_trace(self, trace: Trace) -> None:
+        with self._lock:
+            kept = trace.taken()
+        if kept is not None:
+            trace.save(kept)
 
     def _forget_if_empty(self, file: File) -> None:
         with self._table, self._lock:
             if file.watched or file.marked or file.claims or file.wanted or file.cached.count or file.cached.in_use():
                 return
             del self._files[file.cached.hex], self._by_ino[file.cached.ino]
+            self._fetcher.forget(file)
             file.cached.remove()
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -361,6 +374,8 @@ class PageServer:
                 file.claims -= 1
 
     def _watch(self, file: File, watched: Watched, resume: bool) -> Path:
+        if file.cached.size != watched.data_size and not (file.watched or file.marked or file.cached.in_use()):
+            file.cached.open(watched.data_size)  # somebody cut it: begin again
         if file.cached.size != watched.data_size:
             raise bad(f"data {watched.hex[:12]} has {file.cached.size} bytes, and not {watched.data_size}")
         if resume and self._lost(file):
@@ -386,9 +401,10 @@ class PageServer:
 
     def _new(self, watched: Watched) -> File:
         sums = Path(watched.sums).read_bytes()
-        cached = CacheFile(self.config.cache, self.config.run, watched.hex, sums)
         kept = self.config.cache / f"{watched.hex}.sums"
-        kept.write_bytes(sums)
+        kept.with_suffix(".new").write_bytes(sums)
+        kept.with_suffix(".new").rename(kept)  # before the file it is about: a file without sums is nobody's
+        cached = CacheFile(self.config.cache, self.config.run, watched.hex, sums)
         return self._add(cached, watched.data_size)
 
     def _attach(self, file: File, watched: Watched) -> None:
@@ -413,9 +429,10 @@ class PageServer:
         free = True
         for file in self._of(image):
             with self._lock:
-                file.traces.pop(image).save()
+                trace = file.traces.pop(image)
                 del file.watched[image]
                 self._note()
+            self._save_trace(trace)
             if not file.watched:
                 file.cached.save()
                 until = time.monotonic() + RELEASE_S

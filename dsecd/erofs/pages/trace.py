@@ -91,20 +91,23 @@ class Trace:
                 if len(self._order) < MAX_CHUNKS:
                     self._order.append(chunk)
 
-    def save(self) -> None:
-        """Losing it costs speed only, so it is not synced; but nobody ever sees half of it."""
+    def taken(self) -> Kept | None:
+        """What `save` is to write, when there is anything new."""
         if not self._changed:
-            return
+            return None
         self._changed = False
         before = self._before
         chunks = before.chunks
         if before.runs < MAX_RUNS:
             known = set(chunks)
             chunks = (chunks + [chunk for chunk in self._order if chunk not in known])[:MAX_CHUNKS]
-        kept = Kept(
+        return Kept(
             runs=before.runs + 1, chunks=chunks, touched=bytes(self._grains), events=before.events + self._events,
             hits=before.hits + self._hits,
         )  # fmt: skip
+
+    def save(self, kept: Kept) -> None:
+        """Losing it costs speed only, so it is not synced; but nobody ever sees half of it. Needs no lock."""
         new = self._path.with_name(f"{self._path.name}.new")
         try:
             new.write_bytes(msgspec.json.encode(kept))
