@@ -16,7 +16,6 @@ from typing import Annotated, Any, Final, Literal, get_args, get_type_hints
 import msgspec
 from msgspec import Meta, Struct
 
-from dsecd.erofs.stores import StoreConfig
 from dsecd.errors import DsecError
 
 Level = Literal["debug", "info", "warning", "error"]
@@ -27,6 +26,24 @@ DEFAULT_PATH: Final = Path("/etc/dsecd/dsecd.toml")
 def doc(text: str, **bounds: Any) -> Meta:
     """A key's documentation and bounds."""
     return Meta(description=text, **bounds)
+
+
+class StoreConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """`[stores.NAME]` of the configuration.
+
+    kind `path`: `path` is a directory of any mounted file system; with `direct` images are mounted straight on it,
+    unverified.
+    kind `http`: `url` is a prefix; blobs are below it. kind `registry`: `url` is `host[:port]/repository`.
+    redirects: other hosts that a server may send us to (a registry's object store).
+    """
+
+    kind: Literal["path", "http", "registry"]
+    path: str = ""
+    url: str = ""
+    direct: bool = False
+    insecure: bool = False
+    redirects: tuple[str, ...] = ()
+    authfile: str = ""
 
 
 class Config(Struct, kw_only=True, forbid_unknown_fields=True):

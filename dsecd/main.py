@@ -25,7 +25,9 @@ from dsecd.container.cgroup import Cgroups
 from dsecd.container.runtime import Runtime
 from dsecd.container.seccomp import command_filter
 from dsecd.disk import PoolConfig, open_pool
+from dsecd.erofs.lazy import lazy_drivers
 from dsecd.erofs.mount import MountTable
+from dsecd.erofs.pages.client import Pages, pages_config
 from dsecd.erofs.store import ImageStore
 from dsecd.errors import DsecError
 from dsecd.logs import set_up
@@ -87,6 +89,7 @@ async def _run(config: Config) -> None:
         await replay.trim()
         await _serve(config, manager, replay, listener)
         await backend.mounts.close()
+        await asyncio.to_thread(backend.pages.close)
 
 
 async def _build(config: Config, state: Path, run: Path) -> tuple[Manager, Store, Rooms]:
@@ -96,10 +99,12 @@ async def _build(config: Config, state: Path, run: Path) -> tuple[Manager, Store
     obstacle = cgroups.obstacle()
     if obstacle and Path(runtime.program).name == "crun":
         raise DsecError("unsupported", obstacle)
-    images = ImageStore(state / "images")
+    images = ImageStore(state / "images", stores=config.stores)
+    pages = Pages(pages_config(config))
     rooms = Rooms(
         images=images,
-        mounts=MountTable(run / "images", images, linger_s=config.image_linger_s),
+        mounts=MountTable(run / "images", images, linger_s=config.image_linger_s, drivers=lazy_drivers(pages)),
+        pages=pages,
         pool=await asyncio.to_thread(
             open_pool, state, PoolConfig(driver=config.disk_driver, size_bytes=config.disk_pool_mb << 20)
         ),
@@ -110,7 +115,14 @@ async def _build(config: Config, state: Path, run: Path) -> tuple[Manager, Store
         cpus=CpuChooser(),
     )
     store = Store(state / "state.db")
-    return Manager(config.tag, rooms, store, Admission(await _capacity(config, rooms))), store, rooms
+    manager = Manager(config.tag, rooms, store, Admission(await _capacity(config, rooms)))
+    loop = asyncio.get_running_loop()
+
+    def on_lost(digests: list[str]) -> None:
+        loop.call_soon_threadsafe(manager.images_lost, digests)
+
+    pages.on_lost = on_lost
+    return manager, store, rooms
 
 
 async def _capacity(config: Config, rooms: Rooms) -> Capacity:

@@ -14,6 +14,7 @@ from msgspec import Struct
 from dsecd.erofs import meta
 from dsecd.erofs.blob import DataFile
 from dsecd.erofs.model import CHUNK, Manifest
+from dsecd.erofs.pages.model import Trouble
 from dsecd.erofs.sys import attach_loop, mount_erofs, umount
 from dsecd.erofs.tar import Entry
 from dsecd.erofs.tree import Tree
@@ -48,6 +49,9 @@ class Driver:
 
     def unmounted(self, digest: str) -> None:
         """The image is not mounted any more."""
+
+    def trouble(self, digest: str) -> Trouble | None:
+        """Reads of a mounted image that failed, so far."""
 
     def settle(self, mounted: Collection[str]) -> None:
         """After a restart: nothing but these images is mounted."""

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Final
 
 from dsecd.erofs.drivers import Driver, DriverName, FileDriver, LoopDriver, Probe, Source, read_back, tiny_image, trying
-from dsecd.erofs.model import Manifest
 from dsecd.erofs.pages import fan
 from dsecd.erofs.pages.client import Pages
-from dsecd.erofs.pages.model import Watched
+from dsecd.erofs.pages.model import Trouble, Watched
 from dsecd.erofs.sys import mount_erofs
 from dsecd.errors import DsecError
 
@@ -59,6 +58,11 @@ class FanotifyDriver(Driver):
 
     def unmounted(self, digest: str) -> None:
         self._pages.unwatch(digest)
+
+    def trouble(self, digest: str) -> Trouble | None:
+        stats = self._pages.peek()
+        images = stats.images if stats is not None else ()
+        return next((image.trouble for image in images if image.image == digest), None)
 
     def settle(self, mounted: Collection[str]) -> None:
         if self._pages.running():
@@ -107,14 +111,9 @@ class FanotifyDriver(Driver):
             raise DsecError("internal", "only an image of the store can be filled on demand")
         return Watched(
             image=manifest.digest, data_digest=manifest.data_digest, data_size=manifest.data_size,
-            sums=str(source.sums), store=manifest.store, blob=blob_name(manifest),
+            sums=str(source.sums), store=manifest.store, blob=manifest.blob_name,
             trace=str(source.metadata.with_name("trace")),
         )  # fmt: skip
-
-
-def blob_name(manifest: Manifest) -> str:
-    """What the image's data is called on its store."""
-    return f"{manifest.hex}.data"
 
 
 class _Answering(threading.Thread):

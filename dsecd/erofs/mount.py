@@ -18,6 +18,7 @@ from dsecd.erofs import sys
 from dsecd.erofs.aio import uninterrupted
 from dsecd.erofs.drivers import DRIVERS, NOT_THIS_WAY, Driver, DriverName, Probe, Source, probe_drivers
 from dsecd.erofs.model import Manifest
+from dsecd.erofs.pages.model import Trouble
 from dsecd.erofs.store import ImageStore
 from dsecd.erofs.tar import bad
 from dsecd.errors import DsecError
@@ -118,6 +119,15 @@ class MountTable:
     def owners(self, digest: str) -> frozenset[str]:
         image = self._images.get(digest)
         return frozenset(image.owners) if image else frozenset()
+
+    def trouble(self, digest: str) -> Trouble | None:
+        """Reads of a mounted image that failed because its data could not be had. Blocks."""
+        image = self._images.get(digest)
+        mount = image.mount if image else None
+        for driver in self._drivers:
+            if mount is not None and driver.name == mount.driver:
+                return driver.trouble(digest)
+        return None
 
     def mounts(self) -> list[Mount]:
         return [image.mount for image in self._images.values() if image.mount is not None]

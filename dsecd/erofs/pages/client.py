@@ -33,6 +33,7 @@ log: Final = logging.getLogger(__name__)
 
 START_S: Final = 15.0
 ANSWER_S: Final = 60.0
+PEEK_S: Final = 0.5
 SYSTEMD_S: Final = 3.0  # how long its unit has to come back before we start a server ourselves
 _REPO: Final = Path(__file__).resolve().parents[3]
 
@@ -99,6 +100,18 @@ class Pages:
         stats = self._ask(Request(op="stats")).stats
         assert stats is not None
         return stats
+
+    def peek(self) -> Stats | None:
+        """The same where the server is up and nobody is waiting for it: for those who will not wait."""
+        if not self._lock.acquire(timeout=PEEK_S):
+            return None
+        try:
+            if self._talk is not None:
+                with contextlib.suppress(OSError, EOFError):
+                    return self._once(Request(op="stats")).stats
+            return None
+        finally:
+            self._lock.release()
 
     def running(self) -> bool:
         """Without starting it."""

@@ -6,10 +6,9 @@ chunk against the image's own sums.
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-from msgspec import Struct
-
+from dsecd.config import StoreConfig as StoreConfig
 from dsecd.errors import DsecError
 
 
@@ -26,24 +25,6 @@ class BlobStore(Protocol):
     def close(self) -> None:
         """Let go of connections and threads. A read under way fails or ends on its own."""
         ...
-
-
-class StoreConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """`[stores.NAME]` of the configuration.
-
-    kind `path`: `path` is a directory of any mounted file system; with `direct` images are mounted straight on it,
-    unverified.
-    kind `http`: `url` is a prefix; blobs are below it. kind `registry`: `url` is `host[:port]/repository`.
-    redirects: other hosts that a server may send us to (a registry's object store).
-    """
-
-    kind: Literal["path", "http", "registry"]
-    path: str = ""
-    url: str = ""
-    direct: bool = False
-    insecure: bool = False
-    redirects: tuple[str, ...] = ()
-    authfile: str = ""
 
 
 def unreadable(store: str, blob: str, why: str, **detail: Any) -> DsecError:
