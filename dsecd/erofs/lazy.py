@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import select
 import shutil
@@ -19,6 +20,8 @@ from dsecd.erofs.pages.client import Pages
 from dsecd.erofs.pages.model import Trouble, Watched
 from dsecd.erofs.sys import mount_erofs
 from dsecd.errors import DsecError
+
+log: Final = logging.getLogger(__name__)
 
 _WRONG_FS: Final = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTBLK)
 
@@ -57,7 +60,10 @@ class FanotifyDriver(Driver):
         self._pages.resume(self._watched(source))
 
     def unmounted(self, digest: str) -> None:
-        self._pages.unwatch(digest)
+        try:
+            self._pages.unwatch(digest)
+        except (DsecError, OSError) as exc:  # the mount is gone all the same; `settle` catches up
+            log.warning("image %s stays watched: %s", digest, exc)
 
     def trouble(self, digest: str) -> Trouble | None:
         stats = self._pages.peek()

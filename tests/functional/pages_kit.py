@@ -25,6 +25,7 @@ from dsecd.erofs.pages.model import ImageStats, PagesConfig
 from dsecd.erofs.store import ImageStore
 from dsecd.erofs.stores import StoreConfig
 from dsecd.erofs.sys import mounts_below, umount
+from dsecd.errors import DsecError
 
 SERVER = Path(__file__).with_name("pages_server.py")
 T = TypeVar("T")
@@ -92,9 +93,7 @@ class World:
 
     def release(self, image: Manifest, owner: str = "a") -> None:
         self.do(self.table.release(image.digest, owner))
-        path = self.top / "run" / image.hex[:12]
-        until(lambda: not path.exists(), "the image is unmounted")
-        self.do(asyncio.sleep(0))
+        until(lambda: image.digest not in [mount.digest for mount in self.table.mounts()], "the image is unmounted")
 
     @contextlib.contextmanager
     def mounted(self, image: Manifest) -> Iterator[Path]:
@@ -127,7 +126,7 @@ class World:
         self.do(self.table.close())
         for mount in reversed(mounts_below(self.top / "run")):
             umount(mount.target)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, DsecError):
             self.pages.retain(())
         self.pages.close()
         self.loop.call_soon_threadsafe(self.loop.stop)

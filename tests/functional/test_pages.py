@@ -5,14 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import select
+import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from pages_kit import World, random_files, read_all, readers, servers, until
+from pages_kit import SERVER, World, random_files, read_all, readers, servers, until
 from pages_server import Moody
 
 from dsecd.erofs.model import CHUNK, Manifest
@@ -297,6 +300,77 @@ def test_eviction_of_what_was_complete_and_unmarked(make: Callable[..., World]) 
             drop_caches(other, large)
             read_all(top, small)
             read_all(other, large)
+
+
+def test_eviction_by_a_server_that_was_restarted(make: Callable[..., World]) -> None:
+    """Its descriptors are younger than the marks, so its own writes and holes raise events: it lets itself pass."""
+    world = make(cache_bytes=8 * MIB, settle_s=0.3)
+    files = random_files(16 * MIB, 10)
+    image = world.image(files)
+    with world.mounted(image) as top:
+        (top / "f000").read_bytes()
+        world.kill_server()
+        for _ in range(3):
+            read_all(top, files)
+            until(lambda: world.pages.stats().cached_bytes <= 8 * MIB, "evicted")
+            drop_caches(top, files)
+        assert world.pages.stats().inherited
+
+
+def test_image_without_data(world: World) -> None:
+    image = world.image({"empty": b"", "zeros": bytes(70_000)})
+    assert image.data_size == 0
+    with world.mounted(image) as top:
+        assert (top / "zeros").read_bytes() == bytes(70_000)
+
+
+def test_group_kept_by_systemd(tmp_path: Path, world: World) -> None:
+    """The server gives its group to the FD store and takes it from there; here the test is systemd."""
+    content = os.urandom(3 * MIB)
+    image = world.image({"a": content})
+    world.config.run.mkdir()
+    told = world.config.run / "config.json"
+    told.write_bytes(msgspec.json.encode(world.config))
+    target = tmp_path / "mnt"
+    target.mkdir()
+
+    def start(*fds: int) -> tuple[subprocess.Popen[bytes], list[int]]:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+            systemd.bind(str(tmp_path / f"notify{len(fds)}"))
+            systemd.settimeout(10)
+            third = f"3<&{fds[0]}" if fds else ""
+            given = {"LISTEN_FDNAMES": "fanotify"} if fds else {}
+            process = subprocess.Popen(
+                ["bash", "-c", f'LISTEN_PID=$$ exec "$@" {third}', "sh", sys.executable,
+                 str(SERVER), str(told)],
+                env=os.environ | {"NOTIFY_SOCKET": str(tmp_path / f"notify{len(fds)}")} | given, pass_fds=fds,
+            )  # fmt: skip
+            kept: list[int] = []
+            while True:
+                text, got, _, _ = socket.recv_fds(systemd, 4096, 4)
+                kept += got
+                if b"READY=1" in text:
+                    return process, kept
+
+    first, (group,) = start()
+    world.pages._group = None
+    path = world.pages.watch(watched(world, image))
+    mount_erofs(str(world.images.meta_path(image)), [str(path)], target)
+    try:
+        with world.pages._lock:  # the daemon is busy: systemd is quicker
+            first.kill()
+            first.wait()
+            reader = subprocess.Popen(["cat", target / "a"], stdout=subprocess.PIPE)
+            second, kept = start(group)
+            assert kept == []  # it is in the store already
+            assert reader.communicate(timeout=20)[0] == content
+        assert world.pages.stats().inherited
+    finally:
+        umount(target)
+        world.pages.unwatch(image.digest)
+        world.pages.close()
+        second.wait(10)
+        os.close(group)
 
 
 def test_cache_survives_restarts(world: World) -> None:

@@ -104,7 +104,10 @@ def tell_systemd(text: str, fds: list[int] | None = None) -> None:
     """sd_notify(3), with descriptors for the FD store."""
     address = os.environ.get("NOTIFY_SOCKET")
     if address:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock,
+        ):
             sock.connect("\0" + address[1:] if address.startswith("@") else address)
             socket.send_fds(sock, [text.encode()], fds or [])
 

@@ -31,7 +31,7 @@ from dsecd.errors import DsecError
 log: Final = logging.getLogger(__name__)
 
 FAULT, AHEAD, TRACE = 0, 1, 2  # priorities
-RUN: Final = (4, 4, 8)  # chunks in one request, by priority of the first: bounds memory, and how long others wait
+RUN: Final = (4, 4, 4)  # chunks in one request, by priority of the first: bounds memory, and how long others wait
 MAX_AHEAD: Final = 4
 STREAMS: Final = 16
 LIES: Final = 3  # wrong bytes for a chunk, then its readers wait no longer
@@ -88,6 +88,31 @@ class File:
         self.trouble: Trouble | None = None
 
 
+class Queue:
+    """Chunks of one priority: each file's in their order, and the files in turn, so that no image holds up another."""
+
+    def __init__(self) -> None:
+        self._files: OrderedDict[File, OrderedDict[Chunk, None]] = OrderedDict()
+
+    def put(self, chunk: Chunk) -> None:
+        self._files.setdefault(chunk.file, OrderedDict())[chunk] = None
+
+    def remove(self, chunk: Chunk) -> None:
+        """Not to be in it is no error."""
+        chunks = self._files.get(chunk.file, OrderedDict())
+        chunks.pop(chunk, None)
+        if not chunks:
+            self._files.pop(chunk.file, None)
+
+    def next(self, fit: Callable[[File], bool]) -> Chunk | None:
+        """The first of the file whose turn it is, among those that are fit. It stays in the queue."""
+        for file, chunks in self._files.items():
+            if fit(file):
+                self._files.move_to_end(file)
+                return next(iter(chunks))
+        return None
+
+
 class Fetcher:
     """The queue, and the work of its threads. `lock` is the server's one lock; it is never held over I/O."""
 
@@ -102,7 +127,7 @@ class Fetcher:
         self._lock = lock
         self._finish = finish
         self._make_room = make_room
-        self._queues: tuple[OrderedDict[Chunk, None], ...] = (OrderedDict(), OrderedDict(), OrderedDict())
+        self._queues = (Queue(), Queue(), Queue())
         self._resting: set[Chunk] = set()
         self._busy: dict[str, int] = {}
         self._prefetching = 0
@@ -117,12 +142,12 @@ class Fetcher:
         chunk = file.wanted.get(index)
         if chunk is None:
             chunk = file.wanted[index] = Chunk(file, index, priority)
-            self._queues[priority][chunk] = None
+            self._queues[priority].put(chunk)
             self._lock.notify()
         elif priority < chunk.priority:
             if chunk.state == "queued":
-                del self._queues[chunk.priority][chunk]
-                self._queues[priority][chunk] = None
+                self._queues[chunk.priority].remove(chunk)
+                self._queues[priority].put(chunk)
                 self._lock.notify()
             chunk.priority = priority
         if read is not None:
@@ -152,7 +177,7 @@ class Fetcher:
         """Nobody reads the file any more: what is queued for it is not fetched."""
         for index, chunk in list(file.wanted.items()):
             if chunk.state in ("queued", "resting") and not any(not read.done for read in chunk.readers):
-                self._queues[chunk.priority].pop(chunk, None)
+                self._queues[chunk.priority].remove(chunk)
                 self._resting.discard(chunk)
                 del file.wanted[index]
 
@@ -168,7 +193,7 @@ class Fetcher:
             chunk.readers = [read for read in chunk.readers if not read.done]
             if chunk.readers:
                 chunk.state = "queued"
-                self._queues[chunk.priority][chunk] = None
+                self._queues[chunk.priority].put(chunk)
                 self._lock.notify()
             else:
                 del chunk.file.wanted[chunk.index]
@@ -203,10 +228,9 @@ class Fetcher:
         for priority, queue in enumerate(self._queues):
             if priority == TRACE and self._prefetching >= self._prefetch_workers:
                 break
-            for chunk in queue:
-                store = chunk.file.store
-                if store is None or self._busy.get(store.name, 0) < PER_STORE:
-                    return self._run(chunk, RUN[priority])
+            chunk = queue.next(lambda file: file.store is None or self._busy.get(file.store.name, 0) < PER_STORE)
+            if chunk is not None:
+                return self._run(chunk, RUN[priority])
         return []
 
     def _run(self, chunk: Chunk, length: int) -> list[Chunk]:
@@ -219,7 +243,7 @@ class Fetcher:
                     break
                 run.insert(len(run) if step == 1 else 0, other)
         for one in run:
-            del self._queues[one.priority][one]
+            self._queues[one.priority].remove(one)
             one.state = "fetching"
         return run
 

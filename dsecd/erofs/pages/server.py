@@ -68,7 +68,7 @@ class PageServer:
         self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._fetcher = Fetcher(
             self._lock, finish=self._finish, make_room=lambda size: self._evictor.make_room(size),
-            prefetch_workers=max(1, config.workers // 2),
+            prefetch_workers=max(1, config.workers // 4),
         )  # fmt: skip
         self._evictor = Evictor(
             self._lock, self._files, self._fetcher, bound=config.cache_bytes, settle_s=config.settle_s, mark=self._mark
