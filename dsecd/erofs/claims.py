@@ -87,7 +87,7 @@ class Claims:
         return self._root / f"{hexa}.by-{self._owner}"
 
     def _is_claimed(self, hexa: str) -> bool:
-        return any(True for _ in self._root.glob(f"{hexa}.by-*"))
+        return bool(list(self._root.glob(f"{hexa}.by-*")))
 
     def _drop(self, hexa: str) -> bool:
         gone = self._root / f"gone-{self._owner}-{hexa}.data"

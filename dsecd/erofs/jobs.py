@@ -15,10 +15,13 @@ from typing import Final
 
 import msgspec
 
+from dsecd.erofs import artifact
 from dsecd.erofs.aio import uninterrupted
 from dsecd.erofs.collapse import CollapseJob, Layer, check_layers
-from dsecd.erofs.model import ImageConfig, ImportJob, Limits, Manifest, Progress, Report
+from dsecd.erofs.model import ImageConfig, ImportJob, Limits, Manifest, Progress, Pushed, Report
+from dsecd.erofs.remote import Reference
 from dsecd.erofs.store import LOCAL, ImageStore, Work
+from dsecd.erofs.transfer import TransferJob
 from dsecd.errors import DsecError, Kind
 
 log: Final = logging.getLogger(__name__)
@@ -89,6 +92,63 @@ async def run_collapse(
     return await _made(store, job, child, progress, limits or Limits())
 
 
+async def run_push(
+    store: ImageStore, ref: str, reference: str, *, progress: Callable[[Progress], None] = lambda _: None,
+    limits: Limits | None = None,
+) -> Pushed:  # fmt: skip
+    """Make the image an artifact of a registry's repository. What the registry has already is not sent again."""
+    limits = limits or Limits()
+    if Reference.parse(reference).digest:
+        raise DsecError("invalid", "an image is pushed to a tag, and not to a digest")
+    image = await asyncio.to_thread(store.resolve, ref)
+    await asyncio.to_thread(store.check, image)
+    job = TransferJob(
+        action="push", reference=reference, layer=_layer(store, image), described=artifact.describe(image)
+    )
+    workspace = store.workspace()
+    work = await asyncio.to_thread(workspace.__enter__)
+    try:
+        async with asyncio.timeout(limits.deadline_s):
+            pushed = (await _transfer(work, job, limits, progress)).pushed
+    except TimeoutError as e:
+        raise DsecError("timeout", f"the push was not done within {limits.deadline_s:g} s", infra=True) from e
+    finally:
+        await uninterrupted(asyncio.to_thread(workspace.__exit__, None, None, None))
+    assert pushed is not None
+    return pushed
+
+
+async def run_pull(
+    store: ImageStore, reference: str, *, name: str = "", lazy: bool = False, put_on: str = "",
+    progress: Callable[[Progress], None] = lambda _: None, limits: Limits | None = None,
+) -> Manifest:  # fmt: skip
+    """The image that was pushed there. name: empty: as it was pushed. lazy: its data stays there, on the store of the
+    config that is this repository; else all of it is fetched and checked."""
+    limits = limits or Limits()
+    found = Reference.parse(reference)
+    if lazy:
+        stores = [one for one, config in store.configs.items() if (config.kind, config.url) == ("registry", found.url)]
+        if put_on or not stores:
+            raise DsecError("invalid", f"no [stores.NAME] of kind registry has url {found.url!r}, which lazy pulls need"
+                            if not put_on else "a lazy pull leaves the data where it is")  # fmt: skip
+        put_on = stores[0]
+    else:
+        store.writable(put_on or LOCAL)
+    job = ImportJob(kind="base", name=name, source=reference, store=put_on)
+    if name:
+        job.check()
+
+    async def child(work: Work) -> Report:
+        return await _transfer(work, TransferJob(action="pull", reference=reference, lazy=lazy), limits, progress)
+
+    return await _made(store, job, child, progress, limits)
+
+
+async def _transfer(work: Work, job: TransferJob, limits: Limits, progress: Callable[[Progress], None]) -> Report:
+    told = [msgspec.json.encode(one).decode() for one in (job, limits)]
+    return await _run(work, "dsecd.erofs.transfer", told, [], progress)
+
+
 def _layer(store: ImageStore, image: Manifest) -> Layer:
     remote = store.is_remote(image)
     return Layer(
@@ -123,7 +183,10 @@ async def _committed(
     try:
         built = (await child(work)).built
         assert built is not None
-        job = msgspec.structs.replace(job, kind=built.kind or job.kind, name=job.name or built.name)
+        if built.kind is not None:  # a pulled image says what it is
+            put_on = "" if built.data_file and job.store in store.remotes else job.store
+            job = msgspec.structs.replace(job, kind=built.kind, name=job.name or built.name, store=put_on)
+            job.check()
         progress(Progress("commit", built.data_size, built.data_size))
         # A commit takes milliseconds once begun, and a thread cannot be interrupted: cancellation waits for it.
         return await uninterrupted(asyncio.to_thread(store.commit, work, built, job))

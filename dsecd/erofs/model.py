@@ -155,7 +155,7 @@ def _require(ok: object, message: str) -> None:
 class Progress(Struct, frozen=True, omit_defaults=True):
     """Where an import stands. total is None while nobody knows it."""
 
-    phase: Literal["fetch", "bootstrap", "receive", "unpack", "collapse", "push", "pull", "write", "commit"]
+    phase: Literal["fetch", "bootstrap", "receive", "unpack", "collapse", "read", "push", "pull", "write", "commit"]
     done: int
     total: int | None = None
 

@@ -145,11 +145,12 @@ def _block(block: bytes) -> list[tuple[bytes, int]]:
         first = meta.DIRENT.unpack_from(block)[1]
         entries = [meta.DIRENT.unpack_from(block, at) for at in range(0, first, size)]
     except struct.error:
-        raise bad("the metadata has a broken directory") from None
+        entries = []
+    if not entries:
+        raise bad("the metadata has a broken directory")
     ends = [*(offset for _, offset, _ in entries[1:]), len(block)]
     names = [block[offset:end] for (_, offset, _), end in zip(entries, ends, strict=True)]
-    if names:
-        names[-1] = names[-1].rstrip(b"\0")  # what is left of a block that is not the last
+    names[-1] = names[-1].rstrip(b"\0")  # what is left of a block that is not the last
     return [(name, nid) for name, (nid, _, _) in zip(names, entries, strict=True)]
 
 

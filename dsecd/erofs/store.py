@@ -122,7 +122,11 @@ class ImageStore:
 
     def is_remote(self, manifest: Manifest) -> bool:
         """Its data is on a store that is asked for ranges: there is no path to it."""
-        return manifest.store in self.configs and manifest.store not in self._stores
+        return manifest.store in self.remotes
+
+    @property
+    def remotes(self) -> frozenset[str]:
+        return frozenset(self.configs) - self._stores.keys()
 
     def writable(self, store: str) -> str:
         """The name of a store that data can be put on; DsecError `invalid` for any other."""

@@ -213,7 +213,7 @@ CASES: dict[str, tuple[Tar, Tar, Tar]] = {  # top, middle, base
     "an opaque directory": (Tar().file("d/.wh..wh..opq").file("d/x"), Tar().file("d/y"), Tar().file("d/z")),
     "opaque in the middle": (Tar().file("d/x"), Tar().file("d/.wh..wh..opq").file("d/y"), Tar().file("d/z")),
     "a file again over a whiteout": (Tar().file("f", b"new"), Tar().file(".wh.f"), Tar().file("f", b"old")),
-    "a whiteout below a new directory": (Tar().dir("n").file("n/.wh.x"), Tar().file("o"), Tar().file("n/x").file("n/y")),
+    "a whiteout below a new directory": (Tar().file("n/.wh.x"), Tar().file("o"), Tar().file("n/x").file("n/y")),
     "a link to what another layer hides": (
         Tar().file(".wh.a"), Tar().file("a", b"1").link("b", "a").link("c", "a"), Tar().file("a", b"0")),
     "attributes of the topmost": (
@@ -292,7 +292,7 @@ def test_refusals(stage: Stage) -> None:
         with pytest.raises(DsecError, match=words) as caught:
             asyncio.run(run_collapse(stage.store, "flat", refs))
         assert caught.value.kind == "invalid"
-    with pytest.raises(DsecError, match="12288 bytes.*4096 at most"):
+    with pytest.raises(DsecError, match=r"12288 bytes.*4096 at most"):
         collapsed(stage.store, [top, base], max_bytes=4096)
     with pytest.raises(DsecError, match="none that takes data"):
         collapsed(stage.store, [top, base], put_on="nowhere")
@@ -312,7 +312,7 @@ def test_a_damaged_layer_makes_no_image(stage: Stage, what: str) -> None:
         byte = f.read(1)
         f.seek(at)
         f.write(bytes([byte[0] ^ 1]))
-    with pytest.raises(DsecError, match="image base: its .* is altered") as caught:
+    with pytest.raises(DsecError, match=r"image base: its .* is altered") as caught:
         collapsed(stage.store, [top, base])
     assert caught.value.kind == "image" and caught.value.infra
     assert {m.name for m in stage.store.list()} == {"base", "top"}

@@ -23,6 +23,7 @@ from dsecd.errors import DsecError
 
 REPOSITORY: Final = re.compile(r"([A-Za-z0-9.-]+(?::\d+)?)/([a-z0-9]+(?:[._/-][a-z0-9]+)*)")
 DIGEST: Final = re.compile(r"sha256:[0-9a-f]{64}")
+TAG: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 PARAMETER: Final = re.compile(r'(\w+)="([^"]*)"')
 TOKEN_S: Final = 60.0  # what a token lives at least, when the server does not say
 MAX_TOKEN: Final = 1 << 20
@@ -52,7 +53,7 @@ class RegistryStore:
         self._ranges = Ranges(name, config)
         self._connections = Connections()
         self.close = self._ranges.close
-        self._login = _login(config.authfile, self._host)
+        self._login = login_of(config.authfile, self._host)
         self._lock = Lock()
         self._token, self._until = "", 0.0
 
@@ -79,45 +80,51 @@ class RegistryStore:
 
     def _renew(self, challenge: str, blob: str, timeout_s: float) -> None:
         """Answer a challenge: Basic with our login, or a Bearer token from the server that it names."""
-        kind, _, rest = challenge.partition(" ")
-        if kind.lower() == "basic" and self._login:
-            self._keep(f"Basic {self._login}", 86400.0)
-            return
-        parameters = dict(PARAMETER.findall(rest))
-        realm = urlsplit(parameters.get("realm", ""))
-        if kind.lower() != "bearer" or realm.scheme not in ("http", "https"):
-            raise unreadable(self.name, blob, "the registry wants a login")
-        if realm.scheme == "http" and not is_loopback(realm.netloc):
-            raise unreadable(self.name, blob, f"its token server {realm.netloc} has no TLS")
-        query = {
-            "scope": f"repository:{self._repository}:pull",
-            **{k: v for k, v in parameters.items() if k == "service"},
-        }
-        headers = {"Authorization": f"Basic {self._login}"} if self._login else {}
-        connection = self._connections.fresh(realm, timeout_s)
+        scope = f"repository:{self._repository}:pull"
         try:
-            connection.request("GET", f"{realm.path}?{urlencode(query, quote_via=quote)}", headers=headers)
-            response = connection.getresponse()
-            body = response.read(MAX_TOKEN)
-            if response.status != 200:
-                raise unreadable(self.name, blob, f"its token server answers {response.status}")
-            answer: dict[str, Any] = msgspec.json.decode(body, type=dict)
-        except (OSError, http.client.HTTPException, msgspec.MsgspecError) as exc:
-            raise unreadable(self.name, blob, f"its token server: {exc}") from exc
-        finally:
-            connection.close()
-        token = answer.get("token") or answer.get("access_token")
-        if not isinstance(token, str) or not token.isprintable():
-            raise unreadable(self.name, blob, "its token server sent no token")
-        seconds = answer.get("expires_in")
-        self._keep(f"Bearer {token}", float(seconds) if isinstance(seconds, int | float) else TOKEN_S)
+            self._keep(*authorize(challenge, scope, self._login, self._connections, timeout_s))
+        except ValueError as exc:
+            raise unreadable(self.name, blob, str(exc)) from exc
 
     def _keep(self, token: str, seconds: float) -> None:
         with self._lock:
             self._token, self._until = token, time.monotonic() + min(max(seconds - 5, 5), 86400)
 
 
-def _login(authfile: str, host: str) -> str:
+def authorize(challenge: str, scope: str, login: str, connections: Connections, timeout_s: float) -> tuple[str, float]:
+    """(the header, how long it is good) that answers a challenge: Basic with our login, or a Bearer token from the
+    server that it names. ValueError: why there is none."""
+    kind, _, rest = challenge.partition(" ")
+    if kind.lower() == "basic" and login:
+        return f"Basic {login}", 86400.0
+    parameters = dict(PARAMETER.findall(rest))
+    realm = urlsplit(parameters.get("realm", ""))
+    if kind.lower() != "bearer" or realm.scheme not in ("http", "https"):
+        raise ValueError("the registry wants a login")
+    if realm.scheme == "http" and not is_loopback(realm.netloc):
+        raise ValueError(f"its token server {realm.netloc} has no TLS")
+    query = {"scope": scope, **{k: v for k, v in parameters.items() if k == "service"}}
+    headers = {"Authorization": f"Basic {login}"} if login else {}
+    connection = connections.fresh(realm, timeout_s)
+    try:
+        connection.request("GET", f"{realm.path}?{urlencode(query, quote_via=quote)}", headers=headers)
+        response = connection.getresponse()
+        body = response.read(MAX_TOKEN)
+        if response.status != 200:
+            raise ValueError(f"its token server answers {response.status}")
+        answer: dict[str, Any] = msgspec.json.decode(body, type=dict)
+    except (OSError, http.client.HTTPException, msgspec.MsgspecError) as exc:
+        raise ValueError(f"its token server: {exc}") from exc
+    finally:
+        connection.close()
+    token = answer.get("token") or answer.get("access_token")
+    if not isinstance(token, str) or not token.isprintable():
+        raise ValueError("its token server sent no token")
+    seconds = answer.get("expires_in")
+    return f"Bearer {token}", float(seconds) if isinstance(seconds, int | float) else TOKEN_S
+
+
+def login_of(authfile: str, host: str) -> str:
     """`auth` of a host in a containers-auth.json(5) file, as Basic wants it; "" for none."""
     if not authfile:
         return ""
