@@ -76,9 +76,7 @@ def run(config: PagesConfig, stores: Mapping[str, BlobStore], group: int | None)
         if not server.inherited:
             tell_systemd(f"FDSTORE=1\nFDNAME={GROUP_NAME}\nFDPOLL=0", [server.group])
         control = Control(config.run / SOCKET, server)
-        # systemd's SIGTERM is a stop of the whole unit: mounts that are read from here would see holes, so only an
-        # idle server obeys. The unit says what happens to the others.
-        signal.signal(signal.SIGTERM, lambda *_: control.end() if server.idle() else log.warning("images are in use"))
+        signal.signal(signal.SIGTERM, lambda *_: _terminated(server, control))
         tell_systemd("READY=1")
         log.info("serving %s, group %s%s", config.cache, server.generation, " (inherited)" * server.inherited)
         control.serve()
@@ -86,6 +84,17 @@ def run(config: PagesConfig, stores: Mapping[str, BlobStore], group: int | None)
         server.stop()
         logging.shutdown()
         os._exit(0)  # not waiting for threads that hang in a store
+
+
+def _terminated(server: PageServer, control: Control) -> None:
+    """With images in use: systemd keeps the group, so the next server goes on where this one stops, as if it had been
+    killed. Without systemd only the daemon might keep it, and readers must not depend on that: we stay."""
+    if server.idle():
+        control.end()
+    elif os.environ.get("NOTIFY_SOCKET"):
+        os._exit(0)
+    else:
+        log.warning("images are in use: not ending; SIGKILL does, and the daemon starts the next one")
 
 
 def inherited() -> int | None:
