@@ -66,8 +66,8 @@ class World:
         self.far = Far(top / "far")
         self.images = ImageStore(top / "images", stores={"far": self.far.path}, data_store="far")
         stores = {"far": StoreConfig(kind="path", path=str(self.far.path))}
-        fields: dict[str, Any] = {"cache_dir": str(top / "cache"), "deadline_s": 2.0} | config
-        self.config = PagesConfig(run_dir=str(top / "pages"), stores=stores, **fields)
+        fields: dict[str, Any] = {"cache_dir": str(top / "cache"), "deadline_s": 2.0, "stores": stores} | config
+        self.config = PagesConfig(run_dir=str(top / "pages"), **fields)
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from dsecd.erofs.pages import __main__ as real
-from dsecd.erofs.stores import unreadable
+from dsecd.erofs.stores import BlobStore, StoreConfig, unreadable
 
 
 class Moody:
@@ -43,7 +43,12 @@ class Moody:
 
 
 def main() -> None:
-    real.open_store = lambda name, config: Moody(name, Path(config.path))  # type: ignore[assignment, return-value]
+    honest = real.open_store
+
+    def opened(name: str, config: StoreConfig) -> BlobStore:
+        return Moody(name, Path(config.path)) if config.kind == "path" else honest(name, config)
+
+    real.open_store = opened
     sys.exit(real.main())
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import http.server
 import os
 import select
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +24,7 @@ from dsecd.erofs.model import CHUNK, Manifest
 from dsecd.erofs.pages.model import Watched
 from dsecd.erofs.pages.server import PageServer
 from dsecd.erofs.pages.trace import figures
+from dsecd.erofs.stores import StoreConfig
 from dsecd.erofs.sys import mount_erofs, umount
 from dsecd.errors import DsecError
 
@@ -371,6 +374,74 @@ def test_group_kept_by_systemd(tmp_path: Path, world: World) -> None:
         world.pages.close()
         second.wait(10)
         os.close(group)
+
+
+class Ranged(http.server.BaseHTTPRequestHandler):
+    """Blobs by ranges, and a count of connections."""
+
+    protocol_version = "HTTP/1.1"
+    top: Path
+    connections = 0
+
+    def setup(self) -> None:
+        Ranged.connections += 1
+        super().setup()
+
+    def do_GET(self) -> None:
+        first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+        path = self.top / self.path.removeprefix("/blobs/")
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            data = os.pread(file.fileno(), last + 1 - first, first)
+        self.send_response(206)
+        self.send_header("Content-Range", f"bytes {first}-{last}/{size}")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_args: object) -> None:
+        pass
+
+
+def test_over_http(make: Callable[..., World], tmp_path: Path) -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Ranged) as server:
+        serving = threading.Thread(target=server.serve_forever, daemon=True)
+        serving.start()
+        url = f"http://127.0.0.1:{server.server_address[1]}/blobs"
+        world = make(stores={"far": StoreConfig(kind="http", url=url, insecure=True)})
+        Ranged.top = world.far.path
+        files = random_files(20 * MIB, 20)
+        image = world.image(files)
+        with world.mounted(image) as top:
+            threads, errors = readers(top, files, 8, 20)
+            for thread in threads:
+                thread.join(60)
+            assert errors == []
+            read_all(top, files)
+            assert Ranged.connections <= 8  # kept alive
+        world.end()
+        world.end = lambda: None  # type: ignore[method-assign]
+        server.shutdown()
+        serving.join()
+
+
+def test_lost_for_one_image_and_not_for_another_on_the_same_data(world: World) -> None:
+    files = random_files(6 * MIB, 6)
+    one, two = world.image(files), world.image({**files, "empty": b""}, "two")
+    assert one.data_digest == two.data_digest
+    world.acquire(one)
+    world.end_daemon()
+    (pid,) = servers(world.top)
+    os.kill(pid, 9)
+    until(lambda: servers(world.top) == [], "dead")
+    world.begin()
+    read_all(Path(world.acquire(two).path), files)  # now all of the file is there; what `one` has read is not known
+    with pytest.raises(DsecError, match="holes"):
+        world.acquire(one)
+    assert world.do(world.table.adopt()) == [one.hex[:12]]
+    with world.mounted(one) as top:
+        read_all(top, files)
+    world.release(two)
 
 
 def test_cache_survives_restarts(world: World) -> None:

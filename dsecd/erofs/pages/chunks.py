@@ -80,7 +80,7 @@ class File:
         self.marked_at = 0.0
         self.latched = False  # opened while marked: a new mark would be seen
         self.unlatched = False  # some mount of it opened it unmarked: never
-        self.lost = False
+        self.lost: set[str] = set()  # images whose mounts may have read holes
         self.mounted = False
         self.claims = 0
         self.streams: dict[int, int] = {}  # where readers are -> how far to read ahead of them

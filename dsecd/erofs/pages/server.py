@@ -171,8 +171,8 @@ class PageServer:
             self._attach(file, note.watched)
             self._fetcher.prefetch(file, file.traces[note.watched.image].ahead)
             file.latched, file.mounted = note.latched, note.mounted
-            file.lost = not file.marked and not file.cached.complete and file.cached.in_use()
-            if file.lost:
+            if not file.marked and not file.cached.complete and file.cached.in_use():
+                file.lost.add(note.watched.image)
                 log.error("the fanotify group was lost: readers of image %s may have seen holes", note.watched.image)
 
     def _answer_for_the_dead(self, pending: Pending) -> None:
@@ -334,7 +334,8 @@ class PageServer:
                 return False
             if file.marked:
                 fan.unmark(self.group, file.cached.path)
-            file.marked = file.latched = file.unlatched = file.mounted = file.lost = False
+            file.marked = file.latched = file.unlatched = file.mounted = False
+            file.lost.clear()
             self._fetcher.drop(file)
         return True
 
@@ -378,7 +379,7 @@ class PageServer:
             file.cached.open(watched.data_size)  # somebody cut it: begin again
         if file.cached.size != watched.data_size:
             raise bad(f"data {watched.hex[:12]} has {file.cached.size} bytes, and not {watched.data_size}")
-        if resume and self._lost(file):
+        if resume and self._lost(file, watched.image):
             raise bad(f"image {watched.image}: the page server was lost, and reads may have seen holes instead of data")
         with self._lock:
             self._attach(file, watched)
@@ -388,15 +389,18 @@ class PageServer:
                 file.unlatched |= not file.marked and not file.latched
                 file.latched = not file.unlatched
             else:
-                file.lost = file.mounted = False  # the mount to come reads nothing but what is there
+                file.mounted = False
+                file.lost.discard(watched.image)  # the mount to come reads nothing but what is there
                 if not file.marked:
                     self._mark(file)
             self._fetcher.prefetch(file, file.traces[watched.image].ahead)
         return file.cached.path
 
-    def _lost(self, file: File) -> bool:
-        if file.lost:
+    def _lost(self, file: File, image: str) -> bool:
+        if image in file.lost:
             return True
+        if image in file.watched:
+            return False
         return not file.marked and not file.cached.complete and not file.watched and file.cached.in_use()
 
     def _new(self, watched: Watched) -> File:
@@ -431,6 +435,7 @@ class PageServer:
             with self._lock:
                 trace = file.traces.pop(image)
                 del file.watched[image]
+                file.lost.discard(image)
                 self._note()
             self._save_trace(trace)
             if not file.watched:
@@ -455,7 +460,7 @@ class PageServer:
                 ImageStats(
                     image=image, data_size=file.cached.size, cached_bytes=file.cached.cached_bytes,
                     waiting=sum(read.file is file for read in self._reads), complete=file.cached.complete,
-                    lost=file.lost, trouble=file.trouble,
+                    lost=image in file.lost, trouble=file.trouble,
                 )
                 for file in self._files.values() for image in file.watched
             )  # fmt: skip
