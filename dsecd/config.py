@@ -16,7 +16,9 @@ from typing import Annotated, Any, Final, Literal, get_args, get_type_hints
 import msgspec
 from msgspec import Meta, Struct
 
+from dsecd import storeconfig
 from dsecd.errors import DsecError
+from dsecd.storeconfig import StoreConfig as StoreConfig
 
 Level = Literal["debug", "info", "warning", "error"]
 DiskDriver = Literal["auto", "btrfs", "prjquota", "loop-btrfs"]
@@ -26,24 +28,6 @@ DEFAULT_PATH: Final = Path("/etc/dsecd/dsecd.toml")
 def doc(text: str, **bounds: Any) -> Meta:
     """A key's documentation and bounds."""
     return Meta(description=text, **bounds)
-
-
-class StoreConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """`[stores.NAME]` of the configuration.
-
-    kind `path`: `path` is a directory of any mounted file system; with `direct` images are mounted straight on it,
-    unverified.
-    kind `http`: `url` is a prefix; blobs are below it. kind `registry`: `url` is `host[:port]/repository`.
-    redirects: other hosts that a server may send us to (a registry's object store).
-    """
-
-    kind: Literal["path", "http", "registry"]
-    path: str = ""
-    url: str = ""
-    direct: bool = False
-    insecure: bool = False
-    redirects: tuple[str, ...] = ()
-    authfile: str = ""
 
 
 class Config(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -86,7 +70,7 @@ class Config(Struct, kw_only=True, forbid_unknown_fields=True):
     ] = 30.0
     stores: Annotated[
         dict[str, StoreConfig],
-        doc("Where images' data may live: [stores.NAME] with kind (path, http, registry), path or url."),
+        doc("Where images' data may live besides the local disk: [stores.NAME], see `dsecd.storeconfig`."),
     ] = {}
     insecure_registries: Annotated[
         list[str], doc("Registries (host:port) reached over plain HTTP; loopback ones always may be.")
@@ -121,6 +105,9 @@ def load(path: Path) -> Config:
             near = difflib.get_close_matches(key, Config.__struct_fields__, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise DsecError("invalid", f"{path}:{_line(text, key)}: unknown key {key!r}{hint}")
+    if (wrong := storeconfig.wrong(raw.get("stores", {}))) is not None:
+        name, key, what = wrong
+        raise DsecError("invalid", f"{path}:{storeconfig.line_of(text, name, key)}: {what}")
     try:
         config = msgspec.convert(raw, Config)
     except msgspec.ValidationError as exc:
@@ -137,6 +124,8 @@ def documented() -> str:
     """The default configuration as TOML with comments."""
     out = ["# dsecd.toml: every key, with its default.\n"]
     for name, hint in get_type_hints(Config, include_extras=True).items():
+        if name == "stores":
+            continue  # tables come after all plain keys
         meta = next(m for m in get_args(hint) if isinstance(m, Meta))
         bounds = [f"{word} {value}" for word, value in (("at least", meta.ge), ("above", meta.gt), ("at most", meta.le))
                   if value is not None]  # fmt: skip
@@ -146,7 +135,7 @@ def documented() -> str:
         out.append(f"# {meta.description}" + (f" ({', '.join(bounds)})" if bounds else ""))
         default = getattr(Config(), name)
         out.append(f"{name} = {msgspec.json.encode(default).decode()}\n")
-    return "\n".join(out)
+    return "\n".join([*out, storeconfig.documented()])
 
 
 def _line(text: str, key: str) -> int:

@@ -25,6 +25,7 @@ from dsecd.container.cgroup import Cgroups
 from dsecd.container.runtime import Runtime
 from dsecd.container.seccomp import command_filter
 from dsecd.disk import PoolConfig, open_pool
+from dsecd.erofs.claims import host_owner
 from dsecd.erofs.lazy import lazy_drivers
 from dsecd.erofs.mount import MountTable
 from dsecd.erofs.pages.client import Pages, pages_config
@@ -44,6 +45,7 @@ from dsecd.wire.server import Call, Server
 
 log = logging.getLogger("dsecd")
 
+HEARTBEAT_S: Final = 6 * 3600.0
 _HERE: Final = Path(__file__).resolve().parents[1]
 
 
@@ -99,7 +101,7 @@ async def _build(config: Config, state: Path, run: Path) -> tuple[Manager, Store
     obstacle = cgroups.obstacle()
     if obstacle and Path(runtime.program).name == "crun":
         raise DsecError("unsupported", obstacle)
-    images = ImageStore(state / "images", stores=config.stores)
+    images = ImageStore(state / "images", stores=config.stores, owner=host_owner(config.tag))
     pages = Pages(pages_config(config))
     rooms = Rooms(
         images=images,
@@ -157,15 +159,24 @@ async def _serve(config: Config, manager: Manager, replay: Replay, listener: soc
         loop.add_signal_handler(number, stop.set)
     log.info("ready: %d sandboxes taken back", manager.admission.count)
     watchdog = loop.create_task(notify.watchdog())
+    beats = loop.create_task(_say_alive(manager.rooms.images))
     notify.ready(f"{manager.admission.count} sandboxes")
     await stop.wait()
     notify.stopping()
     log.info("stopping; sandboxes go on")
     watchdog.cancel()
+    beats.cancel()
     manager.detach()
     await replay.close()
     await server.close()
     await manager.close()
+
+
+async def _say_alive(images: ImageStore) -> None:
+    """Claims on shared stores run out when nobody renews them (dsecd.erofs.claims)."""
+    while True:
+        await asyncio.to_thread(images.heartbeat)
+        await asyncio.sleep(HEARTBEAT_S)
 
 
 # -- the process ------------------------------------------------------------------------------------------------------

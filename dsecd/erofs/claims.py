@@ -15,6 +15,7 @@ after too. Ages are told by the store's own clock, which stamps what is touched 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import secrets
@@ -25,6 +26,15 @@ from typing import Final
 DAY_S: Final = 86_400.0
 LEASE_S: Final = 30 * DAY_S  # a host that has not said a word for so long is gone for good
 _NAME: Final = re.compile(r"([0-9a-f]{64})\.(?:data|by-(.+))|tmp-([0-9a-f]+)\.data|gone-.+-([0-9a-f]{64})\.data")
+
+
+def host_owner(tag: str) -> str:
+    """Who this host is on shared stores: two hosts of one tag must not be one owner."""
+    try:
+        machine = Path("/etc/machine-id").read_text().strip()
+    except OSError:
+        machine = ""
+    return f"{tag}-{hashlib.sha256(b'dsecd' + machine.encode()).hexdigest()[:12]}"
 
 
 class Claims:

@@ -97,8 +97,9 @@ async def run_push(
     limits: Limits | None = None,
 ) -> Pushed:  # fmt: skip
     """Make the image an artifact of a registry's repository. What the registry has already is not sent again."""
-    limits = limits or Limits()
-    if Reference.parse(reference).digest:
+    found = Reference.parse(reference)
+    limits = _as_store(store, found, limits or Limits())
+    if found.digest:
         raise DsecError("invalid", "an image is pushed to a tag, and not to a digest")
     image = await asyncio.to_thread(store.resolve, ref)
     await asyncio.to_thread(store.check, image)
@@ -124,8 +125,8 @@ async def run_pull(
 ) -> Manifest:  # fmt: skip
     """The image that was pushed there. name: empty: as it was pushed. lazy: its data stays there, on the store of the
     config that is this repository; else all of it is fetched and checked."""
-    limits = limits or Limits()
     found = Reference.parse(reference)
+    limits = _as_store(store, found, limits or Limits())
     if lazy:
         stores = [one for one, config in store.configs.items() if (config.kind, config.url) == ("registry", found.url)]
         if put_on or not stores:
@@ -142,6 +143,18 @@ async def run_pull(
         return await _transfer(work, TransferJob(action="pull", reference=reference, lazy=lazy), limits, progress)
 
     return await _made(store, job, child, progress, limits)
+
+
+def _as_store(store: ImageStore, found: Reference, limits: Limits) -> Limits:
+    """With the login and the trust that the config gives to a store that is this repository."""
+    for config in store.configs.values():
+        if (config.kind, config.url) == ("registry", found.url):
+            insecure = (found.host,) if config.insecure else ()
+            limits = msgspec.structs.replace(
+                limits, authfile=config.authfile or limits.authfile,
+                insecure_registries=(*limits.insecure_registries, *insecure),
+            )  # fmt: skip
+    return limits
 
 
 async def _transfer(work: Work, job: TransferJob, limits: Limits, progress: Callable[[Progress], None]) -> Report:

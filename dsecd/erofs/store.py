@@ -229,6 +229,17 @@ class ImageStore:
         _empty(trash)
         return digest
 
+    def heartbeat(self) -> None:
+        """Renew this host's claims on shared stores. Now and then, far more often than the lease is long.
+
+        Without the lock, because a store that hangs must not hold up the others; a claim that comes too late for an
+        image that goes just then is swept.
+        """
+        for name, hexes in self._stored().items():
+            with self._reaching(name):
+                for hexa in hexes:
+                    self._claims[name].claim(hexa)
+
     def gc(self, in_use: Collection[str] = (), min_age_s: float = 0.0) -> GcReport:
         """Remove unnamed images that nobody uses, what dead imports left, and data without an image.
 
@@ -411,13 +422,17 @@ class ImageStore:
             return _is_locked(maker) if maker.exists() else None
 
         here = set(self._hexes())  # a damaged image's data is not for others to judge
+        for name, hexes in self._stored().items():
+            with self._reaching(name):
+                yield from self._claims[name].sweep(hexes, here, making)
+
+    def _stored(self) -> dict[str, Strings]:
+        """Images of this host by the shared store that has their data."""
         stored: dict[str, Strings] = {name: [] for name in self._stores}
         for manifest in self.list():
             if manifest.store in stored:
                 stored[manifest.store].append(manifest.hex)
-        for name, hexes in stored.items():
-            with self._reaching(name):
-                yield from self._claims[name].sweep(hexes, here, making)
+        return stored
 
     def _made(self, hexa: str) -> float:
         return _mtime(self.root / hexa / "manifest.json")
