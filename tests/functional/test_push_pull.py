@@ -8,7 +8,10 @@ import hashlib
 import http.server
 import json
 import os
+import shutil
 import struct
+import subprocess
+import sys
 import threading
 import urllib.parse
 from collections.abc import Callable, Iterator
@@ -17,6 +20,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from daemonkit import Daemon, container_args, run
 from erofs_kit import Tar, assert_clean, import_now, registry
 
 from dsecd.config import StoreConfig
@@ -30,18 +34,26 @@ from dsecd.errors import DsecError
 Json = dict[str, Any]
 
 
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with the one image of most tests, made once."""
+    made = ImageStore(tmp_path_factory.mktemp("template") / "images")
+    tar = Tar().dir("d").file("d/a", os.urandom(3 * CHUNK + 77), xattrs={"user.x": "y"}).link("b", "d/a")
+    tar.file("c", b"c").symlink("e", "/d/a")
+    import_now(made, tar.done(), name="base:1", config=ImageConfig(env={"A": "1"}))
+    return made.root
+
+
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[ImageStore]:
+def store(tmp_path: Path, template: Path) -> Iterator[ImageStore]:
+    shutil.copytree(template, tmp_path / "images")
     yield ImageStore(tmp_path / "images")
     assert_clean(tmp_path / "images", tmp_path / "run")
 
 
 @pytest.fixture
 def image(store: ImageStore) -> Manifest:
-    tar = (
-        Tar().dir("d").file("d/a", os.urandom(3 * CHUNK + 77), xattrs={"user.x": "y"}).link("b", "d/a").file("c", b"c")
-    )
-    return import_now(store, tar.symlink("e", "/d/a").done(), name="base:1", config=ImageConfig(env={"A": "1"}))
+    return store.resolve("base:1")
 
 
 def push(store: ImageStore, ref: str, reference: str, **fields: Any) -> Any:
@@ -473,3 +485,72 @@ def test_a_cancelled_pull_leaves_nothing(store: ImageStore, image: Manifest, fak
     with pytest.raises(DsecError) as caught:
         pull(other, f"docker://{fake.address}/x:1", limits=Limits(deadline_s=1.0))
     assert caught.value.kind == "timeout"
+
+
+# -- through the daemon ------------------------------------------------------------------------------------------------
+class StoresDaemon(Daemon):
+    """With a registry and a shared directory in its configuration."""
+
+    registry = ""
+
+    def write_config(self) -> Path:
+        path = super().write_config()
+        shared = self.directory / "shared"
+        shared.mkdir(exist_ok=True)
+        with path.open("a") as file:
+            file.write(f'[stores.reg]\nkind = "registry"\nurl = "{self.registry}/team/base"\n')
+            file.write(f'[stores.nfs]\nkind = "path"\npath = "{shared}"\ndirect = true\n')
+        return path
+
+
+@pytest.fixture
+def one_daemon(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, watched: list[Path]) -> Iterator[StoresDaemon]:
+    with registry(tmp_path) as address:
+        StoresDaemon.registry = address
+        one = StoresDaemon(tmp_path_factory.mktemp("stores"))
+        watched += [one.directory, one.run_dir]
+        one.start()
+        yield one
+        left = one.destroy()
+    assert not left
+
+
+def dsecctl(daemon: Daemon, *words: str | Path) -> str:
+    done = subprocess.run(
+        [Path(sys.executable).parent / "dsecctl", "-H", daemon.url, "image", *words],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_whole_way(one_daemon: StoresDaemon, base_tar: Path, tmp_path: Path) -> None:
+    """Import onto a shared store, collapse, push, remove, pull lazily, and run a sandbox on it."""
+    (tmp_path / "tool").mkdir()
+    (tmp_path / "tool" / "hello").write_text("from the toolkit\n")
+    there = f"docker://{one_daemon.registry}/team/base:1"
+    shared = one_daemon.directory / "shared"
+
+    base = dsecctl(one_daemon, "import", "--store", "nfs", base_tar, "base:1")
+    assert [p.suffix for p in sorted(shared.iterdir())][1:] == [".data"]
+    dsecctl(one_daemon, "import", "--kind", "toolkit", "--prefix", "opt", tmp_path / "tool", "tool:1")
+    flat = dsecctl(one_daemon, "collapse", "--into", "flat:1", "tool:1", "base:1")
+    assert flat != base
+    dsecctl(one_daemon, "push", "flat:1", there)
+    dsecctl(one_daemon, "rm", "flat:1", "base:1")
+    assert list(shared.iterdir()) == []
+    assert dsecctl(one_daemon, "pull", "--lazy", "--name", "lazy:1", there) == flat
+    shown = one_daemon.ask("image.get", {"ref": "lazy:1"})["result"]
+    assert shown["store"] == "reg" and shown["digest"] == flat
+
+    async def go() -> None:
+        async with one_daemon.client() as client:
+            sandbox = await client.run_container(container_args(container_image="lazy:1"), timeout=60)
+            result = await sandbox.run_shell("cat /opt/hello")
+            assert result.exit_code == 0, result
+            assert result.stdout == "from the toolkit\n"
+            await sandbox.stop()
+
+    run(go())
+    refused = one_daemon.ask("image.pull", {"reference": f"docker://{one_daemon.registry}/no/such:1"})
+    assert refused["error"]["data"]["kind"] == "not_found"

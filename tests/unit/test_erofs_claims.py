@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
+import stat
 import threading
 import time
+from array import array
 from pathlib import Path
 
 import pytest
 
+from dsecd.erofs import meta
 from dsecd.erofs.claims import DAY_S, Claims, host_owner
+from dsecd.erofs.model import BLOCK, Built, ImageConfig, ImportJob, Manifest
+from dsecd.erofs.store import ImageStore
+from dsecd.erofs.tree import Node, Tree
+from dsecd.errors import DsecError
 
 X, Y = "a" * 64, "b" * 64
 
@@ -160,6 +169,68 @@ def _appears(path: Path) -> bool:
             return True
         time.sleep(0.005)
     return False
+
+
+def test_one_host_collects_while_the_other_imports(tmp_path: Path) -> None:
+    """The same images on both, coming and going: what a store lists has its data, right to the byte."""
+    (tmp_path / "shared").mkdir()
+    stores = {"nfs": tmp_path / "shared"}
+    a, b = (ImageStore(tmp_path / name, stores=stores, data_store="nfs", owner=name) for name in "ab")
+    stop = threading.Event()
+    trouble: list[BaseException] = []
+
+    def collecting() -> None:
+        try:
+            while not stop.is_set():
+                a.gc()
+                for image in a.list():
+                    a.remove(image.digest)
+        except BaseException as exc:  # noqa: BLE001 (told below)
+            trouble.append(exc)
+
+    thread = threading.Thread(target=collecting)
+    thread.start()
+    try:
+        for number in range(60):
+            with contextlib.suppress(DsecError):  # removed before its maker has looked at it
+                commit(a, b"%d" % (number % 2), f"n{number % 2}")
+            image = commit(b, b"%d" % (number % 2), f"n{number % 2}")
+            assert _appears(b.data_path(image))
+            b.verify(image)
+            b.heartbeat()
+            if number % 3 == 0:
+                b.remove(image.digest)
+    finally:
+        stop.set()
+        thread.join()
+    assert trouble == []
+    for image in b.list():
+        b.verify(image)
+        b.remove(image.digest)
+    for store in (a, b):
+        for image in store.list():
+            store.remove(image.digest)
+        store.gc()
+    assert names(tmp_path / "shared") == []
+
+
+def commit(store: ImageStore, content: bytes, name: str) -> Manifest:
+    """An import without the importer: quick, so that there are many."""
+    data = content.ljust(BLOCK, b"\0")
+    tree = Tree()
+    file = tree.root.children[b"f"] = Node(stat.S_IFREG)
+    file.size, file.chunks = len(data), array("I", [0])
+    sums = hashlib.sha256(data).digest()
+    digest = "sha256:" + hashlib.sha256(sums).hexdigest()
+    image = meta.Image(tree, data_size=len(data), data_digest=digest)
+    with store.workspace() as work:
+        for file_name, what in (("meta.erofs", image.content), ("data", data), ("data.sums", sums)):
+            (work.path / file_name).write_bytes(what)
+        built = Built(
+            config=ImageConfig(), files=image.files, meta_size=len(image.content), meta_digest=image.digest,
+            data_size=len(data), data_digest=digest, data_file="data", source="",
+        )  # fmt: skip
+        return store.commit(work, built, ImportJob(kind="base", name=name))
 
 
 def test_owners() -> None:
