@@ -14,7 +14,7 @@ APT := DEBIAN_FRONTEND=noninteractive apt-get -qq -y --no-install-recommends
 RUN_PACKAGES := crun golang-github-containers-common skopeo mmdebstrap btrfs-progs zstd xz-utils iproute2 openssh-client
 BUILD_PACKAGES := gcc libc6-dev make pkg-config python3-venv python3-dev libffi-dev libseccomp-dev libsystemd-dev
 # What the tests run against: real parts, too.
-TEST_PACKAGES := runc umoci docker-registry erofs-utils busybox-static socat attr procps libasan8 libubsan1
+TEST_PACKAGES := runc umoci docker-registry erofs-utils busybox-static socat attr procps openssh-server libasan8 libubsan1
 BENCH_PACKAGES := podman bubblewrap
 
 .DEFAULT_GOAL := help

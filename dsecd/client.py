@@ -15,11 +15,11 @@ import asyncio
 import contextlib
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 import msgspec
 
+from dsecd.client_types import DSecContainerRunArgs, ExecResult, result_of
 from dsecd.errors import DsecError
 from dsecd.trees import TreeReport, pack, unpack_stream
 from dsecd.wire import base, daemon, execs, files
@@ -36,97 +36,6 @@ __all__ = [
 
 DEFAULT_URL: Final = "unix:///run/dsecd/dsecd.sock"
 INLINE: Final = 1 << 20  # up to this a file travels in the request itself
-
-
-@dataclass(kw_only=True)
-class DSecContainerRunArgs:
-    """What `run_container` starts. Sizes in MiB, times in seconds.
-
-    container_image: base image; workspace and toolkits are layers above it. ttl_running_stop: stop after so long
-    without a running command. lease_s: stop when this process is gone for so long (the SDK renews it).
-    """
-
-    container_image: str
-    workspace: str | None = None
-    toolkits: list[str] = field(default_factory=list)
-    memory_limit_mb: int = 1024
-    cpu_cores_limit: float = 1.0
-    disk_limit_mb: int = 4096
-    pids_limit: int = 512
-    ttl_running_stop: float | None = None
-    ttl_total: float | None = None
-    lease_s: float | None = None
-    network_rules: dict[str, bool] = field(default_factory=dict)
-    init_user: str | None = None
-    env: dict[str, str] = field(default_factory=dict)
-    workdir: str | None = None
-    hostname: str | None = None
-    name: str | None = None
-    labels: dict[str, str] = field(default_factory=dict)
-    owner: str = ""
-    on_expiry: wire.OnExpiry = "stop"
-
-    def spec(self) -> wire.Spec:
-        """As the wire has it."""
-        return wire.Spec(
-            image=self.container_image, workspace=self.workspace, toolkits=self.toolkits, cpu=self.cpu_cores_limit,
-            memory_mb=self.memory_limit_mb, disk_mb=self.disk_limit_mb, pids=self.pids_limit,
-            network_rules=self.network_rules, env=self.env, workdir=self.workdir, user=self.init_user,
-            hostname=self.hostname, name=self.name, labels=self.labels, owner=self.owner,
-            ttl_idle_s=self.ttl_running_stop, ttl_total_s=self.ttl_total, on_expiry=self.on_expiry,
-            lease_s=self.lease_s,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExecResult:
-    """How a command ended. `stdout` and `stderr` are text that never fails to decode; `*_bytes` are exact.
-
-    exit_code is 128+n when signal n ended it. truncated: output went over the cap, `*_dropped` bytes are missing behind
-    the first `*_head`. oom, pids_limit, disk_full: the sandbox hit that limit meanwhile.
-    """
-
-    exit_code: int
-    stdout_bytes: bytes
-    stderr_bytes: bytes
-    timed_out: bool
-    oom: bool
-    pids_limit: bool
-    disk_full: bool
-    stdout_dropped: int
-    stderr_dropped: int
-    stdout_head: int
-    stderr_head: int
-    queued_ms: float
-    ran_ms: float
-    cpu_ms: float
-    replayed: bool
-    exec_id: str
-
-    @property
-    def stdout(self) -> str:
-        return self.stdout_bytes.decode("utf-8", "replace")
-
-    @property
-    def stderr(self) -> str:
-        return self.stderr_bytes.decode("utf-8", "replace")
-
-    @property
-    def truncated(self) -> bool:
-        return bool(self.stdout_dropped or self.stderr_dropped)
-
-    @property
-    def ok(self) -> bool:
-        return self.exit_code == 0 and not self.timed_out
-
-
-def _result(ran: execs.Ran) -> ExecResult:
-    return ExecResult(
-        exit_code=ran.exit_code, stdout_bytes=ran.stdout, stderr_bytes=ran.stderr, timed_out=ran.timed_out,
-        oom=ran.oom, pids_limit=ran.pids_limit, disk_full=ran.disk_full, stdout_dropped=ran.stdout_dropped,
-        stderr_dropped=ran.stderr_dropped, stdout_head=ran.stdout_head, stderr_head=ran.stderr_head,
-        queued_ms=ran.queued_ms, ran_ms=ran.ran_ms, cpu_ms=ran.cpu_ms, replayed=ran.replayed, exec_id=ran.exec_id,
-    )  # fmt: skip
 
 
 class DSecClient:
@@ -184,6 +93,20 @@ class DSecClient:
     async def call(self, method: str, params: base.Params) -> Any:
         """Any method of the protocol, as its messages. The typed calls below are all made of it."""
         return await self.peer.call(method, params)
+
+    async def ran(self, method: str, params: base.Params) -> ExecResult:
+        """A call that runs something to its end; output that was sent ahead of the reply is put back into it."""
+        ahead: dict[int, list[bytes]] = {1: [], 2: []}
+
+        def notified(name: str, raw: msgspec.Raw) -> None:
+            if name == "exec.output":
+                piece = msgspec.json.decode(raw, type=base.ExecOutput)
+                ahead.setdefault(piece.stream, []).append(piece.data)
+
+        ran: execs.Ran = await self.peer.finish(self.peer.start(method, params, notified=notified))
+        if ran.sent_ahead:
+            ran.stdout, ran.stderr = b"".join(ahead[1]), b"".join(ahead[2])
+        return result_of(ran)
 
     # -- sandboxes ----------------------------------------------------------------------------------------------------
     async def run_container(
@@ -396,7 +319,7 @@ class Sandbox:
             return await self._run_fed(params, data, timeout, env, cwd, user, cap_bytes, request_id)
         params.timeout_s, params.stdin, params.env = timeout, data, dict(env or {})
         params.cwd, params.user, params.cap_bytes, params.request_id = cwd, user, cap_bytes, request_id
-        return _result(await self._client.call("exec.run", params))
+        return await self._client.ran("exec.run", params)
 
     async def _run_fed(
         self, params: execs.Run, data: bytes, timeout: float | None, env: Mapping[str, str] | None, cwd: str | None,
@@ -412,13 +335,13 @@ class Sandbox:
 
     async def start(
         self, argv: list[str], *, stdin: bool = False, tty: bool = False, rows: int = 24, cols: int = 80,
-        timeout: float | None = None, env: Mapping[str, str] | None = None, cwd: str | None = None,
-        user: str | None = None, cap_bytes: int = 8 << 20, request_id: str | None = None,
+        follow: bool = False, timeout: float | None = None, env: Mapping[str, str] | None = None,
+        cwd: str | None = None, user: str | None = None, cap_bytes: int = 8 << 20, request_id: str | None = None,
     ) -> Process:  # fmt: skip
-        """Start a program and go on."""
+        """Start a program and go on. follow: `output` is read next, and from its first byte nothing is lost."""
         params = execs.Start(
-            id=self.id, argv=argv, stdin=stdin, tty=tty, rows=rows, cols=cols, timeout_s=timeout, env=dict(env or {}),
-            cwd=cwd, user=user, cap_bytes=cap_bytes, request_id=request_id,
+            id=self.id, argv=argv, stdin=stdin, tty=tty, rows=rows, cols=cols, follow=follow, timeout_s=timeout,
+            env=dict(env or {}), cwd=cwd, user=user, cap_bytes=cap_bytes, request_id=request_id,
         )  # fmt: skip
         started: execs.Started = await self._client.call("exec.start", params)
         return Process(self._client, self.id, started.exec_id)
@@ -544,7 +467,7 @@ class Process:
 
     async def wait(self, *, timeout: float | None = None) -> ExecResult:
         """Its result. timeout: of this call, not of the command."""
-        return _result(await self._client.call("exec.wait", execs.Wait(timeout_s=timeout, **self._ref)))
+        return await self._client.ran("exec.wait", execs.Wait(timeout_s=timeout, **self._ref))
 
     async def write(self, data: bytes, *, eof: bool = False) -> None:
         """Feed its stdin; waits while the command does not read."""
@@ -579,7 +502,7 @@ class Process:
                 yield item.stream, item.data
                 limit = at[item.stream] + params.window
                 peer.notify("stream.credit", base.StreamCredit(pending.ident, limit, item.stream))
-            self.ended = _result(await peer.finish(pending))
+            self.ended = result_of(await peer.finish(pending))
         finally:
             if not pending.future.done():
                 peer.notify("$/cancelRequest", base.Cancel(pending.ident))
@@ -600,7 +523,7 @@ class Session:
         params = execs.SessionRun(
             shell=line, timeout_s=timeout, cap_bytes=cap_bytes, request_id=request_id, **self._ref
         )
-        return _result(await self._client.call("session.run", params))
+        return await self._client.ran("session.run", params)
 
     async def close(self) -> None:
         await self._client.call("session.close", execs.SessionRef(**self._ref))

@@ -96,8 +96,10 @@ def load(path: Path) -> Config:
         text = path.read_text()
     except OSError as exc:
         raise DsecError("invalid", f"{path}: {exc.strerror}") from exc
+    except UnicodeDecodeError as exc:
+        raise DsecError("invalid", f"{path}: not UTF-8 at byte {exc.start}") from exc
     try:
-        raw = tomllib.loads(text)
+        raw = tomllib.loads(text + "\n")  # so that a fault in the last line has a number, too
     except tomllib.TOMLDecodeError as exc:
         raise DsecError("invalid", f"{path}: {exc}") from exc
     for key in raw:

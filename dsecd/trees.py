@@ -158,9 +158,9 @@ async def unpack_stream(source: _Source, local: str | os.PathLike[str]) -> list[
 
 def _unpack(pipe: _Pipe, top: Path) -> list[str]:
     issues: list[str] = []
-    top.mkdir(parents=True, exist_ok=True)
-    writer = _Writer(top)
     with tarfile.open(fileobj=io.BufferedReader(pipe, CHUNK), mode="r|", errorlevel=1) as tar:
+        top.mkdir(parents=True, exist_ok=True)  # not before the sandbox has sent something
+        writer = _Writer(top)
         for member in tar:
             try:
                 writer.write(tar, member)

@@ -25,11 +25,13 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mount.h>
+#include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <linux/capability.h>
 #include <linux/mount.h>
 
 enum {
@@ -192,10 +194,29 @@ static void mount_rootfs(const struct plan *plan) {
         close(userns);
 }
 
+/* overlayfs writes with the credentials of whoever mounted it, and file systems let CAP_SYS_RESOURCE past disk quotas:
+ * with it, the sandbox's disk limit would not hold. The runtime does without it, too. */
+static void drop_sys_resource(void) {
+        struct __user_cap_header_struct header = { .version = _LINUX_CAPABILITY_VERSION_3 };
+        struct __user_cap_data_struct data[2];
+        const uint32_t bit = 1u << CAP_SYS_RESOURCE;
+
+        if (prctl(PR_CAPBSET_READ, CAP_SYS_RESOURCE, 0, 0, 0) == 1 && prctl(PR_CAPBSET_DROP, CAP_SYS_RESOURCE, 0, 0, 0) < 0)
+                die("drop CAP_SYS_RESOURCE from the bounding set");
+        if (syscall(SYS_capget, &header, data) < 0)
+                die("capget");
+        data[0].effective &= ~bit;
+        data[0].permitted &= ~bit;
+        data[0].inheritable &= ~bit;
+        if (syscall(SYS_capset, &header, data) < 0)
+                die("capset");
+}
+
 int main(int argc, char **argv) {
         struct plan plan = { 0 };
 
         parse_args(argc, argv, &plan);
+        drop_sys_resource();
         if (unshare(CLONE_NEWNS) < 0)
                 die("unshare the mount namespace");
         if (mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) < 0)

@@ -2,36 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import asyncio.runners
 from collections.abc import Iterator
 from pathlib import Path
 
 import leftovers
 import pytest
 
-_pending: list[str] = []
-
-
-def _watch_tasks() -> None:
-    """asyncio.run cancels what is left at its end without a word; write it down first."""
-    inner = asyncio.runners._cancel_all_tasks
-
-    def cancel_all(loop: asyncio.AbstractEventLoop) -> None:
-        _pending.extend(f"task {task.get_coro()!r}" for task in asyncio.all_tasks(loop))
-        inner(loop)
-
-    asyncio.runners._cancel_all_tasks = cancel_all
-
-
-_watch_tasks()
-
-
-def take_pending() -> list[str]:
-    """Tasks that were not over when their `asyncio.run` was, since the last call."""
-    found = _pending[:]
-    _pending.clear()
-    return found
+leftovers.watch_tasks()
 
 
 @pytest.fixture(scope="session")
@@ -43,7 +20,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.fixture(autouse=True)
 def nothing_left(request: pytest.FixtureRequest, watched: list[Path]) -> Iterator[None]:
     """Compares before and after. What fixtures of a wider scope hold is there before."""
-    take_pending()
+    leftovers.take_pending()
 
     def take() -> set[str]:
         return {item for item in leftovers.picture(watched) if not any(ours(item) for ours in leftovers.tolerated)}
@@ -51,7 +28,7 @@ def nothing_left(request: pytest.FixtureRequest, watched: list[Path]) -> Iterato
     before = take()
     failed_before = request.session.testsfailed
     yield
-    left = take_pending() + leftovers.left(before, take)
+    left = leftovers.take_pending() + leftovers.left(before, take)
     if left:
         note = " (the test itself failed too)" if request.session.testsfailed > failed_before else ""
         pytest.fail("left behind" + note + ":\n  " + "\n  ".join(left), pytrace=False)

@@ -6,6 +6,9 @@ so that other work on the same machine never fails a test.
 
 from __future__ import annotations
 
+import asyncio
+import asyncio.runners
+import functools
 import gc
 import os
 import re
@@ -17,6 +20,27 @@ from pathlib import Path
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 # What a running fixture of a wider scope may change by itself during a test (a daemon's image mounts).
 tolerated: list[Callable[[str], bool]] = []
+
+
+_pending: list[str] = []
+
+
+def watch_tasks() -> None:
+    """asyncio.run cancels what is left at its end without a word; write it down first."""
+    inner = asyncio.runners._cancel_all_tasks
+
+    def cancel_all(loop: asyncio.AbstractEventLoop) -> None:
+        _pending.extend(f"task {task.get_coro()!r}" for task in asyncio.all_tasks(loop))
+        inner(loop)
+
+    asyncio.runners._cancel_all_tasks = cancel_all
+
+
+def take_pending() -> list[str]:
+    """Tasks that were not over when their `asyncio.run` was, since the last call."""
+    found = _pending[:]
+    _pending.clear()
+    return found
 
 
 def mounts_below(roots: Iterable[Path]) -> set[str]:
@@ -47,47 +71,65 @@ def loops_below(roots: Iterable[Path]) -> set[str]:
     return found
 
 
+@functools.cache
+def _hierarchies() -> list[Path]:
+    """The root of every mounted hierarchy, once (some are symlinks to others)."""
+    roots = {path.resolve() for path in [CGROUP_ROOT, *CGROUP_ROOT.iterdir()] if path.is_dir()}
+    return sorted(root for root in roots if (root / "cgroup.procs").exists())
+
+
 def cgroups_named(pid: int) -> set[str]:
     """Control groups with this pid in the name of their topmost directory, and all below them."""
     mine = re.compile(rf"(^|[^0-9]){pid}([^0-9]|$)")
     found = set()
-    for root in {path.resolve() for path in [CGROUP_ROOT, *CGROUP_ROOT.iterdir()] if path.is_dir()}:
-        if not (root / "cgroup.procs").exists():
-            continue
-        for top in root.iterdir():
-            if mine.search(top.name) and top.is_dir():
-                found |= {f"cgroup {directory}" for directory, _, _ in os.walk(top)}
+    for root in _hierarchies():
+        for name in os.listdir(root):
+            if mine.search(name) and (root / name).is_dir():
+                found |= {f"cgroup {directory}" for directory, _, _ in os.walk(root / name)}
     return found
 
 
-def processes(pid: int) -> set[str]:
-    """Descendants of this process, and whoever sits in a control group named after it.
+def processes(pid: int, groups: Iterable[str] | None = None) -> set[str]:
+    """Descendants of this process, and whoever sits in the control groups named after it.
 
     A zombie of a group counts only as our descendant: the host's init takes its time to reap.
     """
-    mine = re.compile(rf"/[^/]*(^|[^0-9]){pid}([^0-9]|$)")
-    stats = {}
+    parents, texts = {}, {}
     for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                text = Path(f"/proc/{entry}/stat").read_text()
-                groups = Path(f"/proc/{entry}/cgroup").read_text()
-            except OSError:
-                continue
-            name, _, rest = text.partition("(")[2].rpartition(")")
-            state, parent = rest.split()[:2]
-            stats[int(entry)] = (
-                int(parent),
-                f"process {entry} ({name}, {state})",
-                state != "Z" and bool(mine.search(groups)),
-            )
-    found = {text for _, text, ours in stats.values() if ours}
-    for one, (parent, text, _) in stats.items():
-        while parent in stats and parent != pid:
-            parent = stats[parent][0]
-        if parent == pid and one != pid:
-            found.add(text)
-    return found
+        if entry.isdigit() and (words := _stat(entry)) is not None:
+            name, state, parents[int(entry)] = words
+            texts[int(entry)] = f"process {entry} ({name}, {state})"
+    found = set()
+    for one in parents:
+        above = parents[one]
+        while above in parents and above != pid:
+            above = parents[above]
+        if above == pid:
+            found.add(one)
+    for group in cgroups_named(pid) if groups is None else groups:
+        members = _lines(Path(group.removeprefix("cgroup ")) / "cgroup.procs")
+        found |= {int(one) for one in members if not texts.get(int(one), "Z)").endswith("Z)")}
+    return {texts[one] for one in found}
+
+
+def _stat(pid: str) -> tuple[str, str, int] | None:
+    """Name, state and parent."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
+            text = file.read(1024).decode(errors="replace")
+    except OSError:
+        return None
+    name, _, rest = text.partition("(")[2].rpartition(")")
+    state, parent = rest.split()[:2]
+    return name, state, int(parent)
+
+
+def _lines(path: Path) -> list[str]:
+    """What a control group lists; nothing when it is gone."""
+    try:
+        return path.read_text().split()
+    except OSError:
+        return []
 
 
 def descriptors(pid: int | str = "self") -> set[str]:
@@ -114,8 +156,10 @@ def threads() -> set[str]:
 def picture(roots: Iterable[Path]) -> set[str]:
     """Everything at this moment, one line for each thing."""
     roots = list(roots)
-    pid = os.getpid()
-    return mounts_below(roots) | loops_below(roots) | cgroups_named(pid) | processes(pid) | descriptors() | threads()
+    groups = cgroups_named(os.getpid())
+    return (
+        mounts_below(roots) | loops_below(roots) | groups | processes(os.getpid(), groups) | descriptors() | threads()
+    )
 
 
 def left(before: set[str], take: Callable[[], set[str]], *, patience: float = 3.0) -> list[str]:

@@ -104,7 +104,7 @@ async def run_in(
     try:
         process = await start(
             box, argv, interactive=interactive, tty=tty, env=env, workdir=workdir, user=user, timeout=timeout,
-            cap_bytes=JSON_CAP if app.json else None,
+            cap_bytes=JSON_CAP if app.json else None, follow=not app.json,
         )  # fmt: skip
     except DsecError as exc:
         app.failure = _status_of_start(exc)
@@ -131,7 +131,7 @@ async def shell_in(app: App, box: Sandbox, programs: Iterable[str], **options: A
     missing: DsecError | None = None
     for program in programs:
         try:
-            process = await start(box, [program], interactive=True, tty=True, **options)
+            process = await start(box, [program], interactive=True, tty=True, follow=True, **options)
         except DsecError as exc:
             if exc.kind != "not_found":
                 raise
@@ -144,7 +144,7 @@ async def shell_in(app: App, box: Sandbox, programs: Iterable[str], **options: A
 async def start(
     box: Sandbox, argv: list[str], *, interactive: bool = False, tty: bool = False,
     env: tuple[tuple[str, str], ...] = (), workdir: str | None = None, user: str | None = None,
-    timeout: float | None = None, cap_bytes: int | None = None,
+    timeout: float | None = None, cap_bytes: int | None = None, follow: bool = False,
 ) -> Process:  # fmt: skip
     """Start it as our options say."""
     variables = dict(env)
@@ -153,6 +153,6 @@ async def start(
     rows, cols = terminal.size()
     more: dict[str, Any] = {} if cap_bytes is None else {"cap_bytes": cap_bytes}
     return await box.start(
-        argv, stdin=interactive, tty=tty, rows=rows, cols=cols, timeout=timeout, env=variables, cwd=workdir, user=user,
-        **more,
+        argv, stdin=interactive, tty=tty, rows=rows, cols=cols, follow=follow, timeout=timeout, env=variables,
+        cwd=workdir, user=user, **more,
     )  # fmt: skip

@@ -56,7 +56,7 @@ def agent_error(payload: memoryview, what: str) -> DsecError:
     text = parsed.text(Tag.TEXT)
     reason = os.strerror(number)
     said = [part for part in (what, where, text) if part and part != reason]
-    return DsecError(kind, ": ".join([*said, reason]), detail={"errno": number})
+    return DsecError(kind, ": ".join([*said, reason]), detail={"errno": number, "step": step})
 
 
 class Command(Channel):

@@ -52,7 +52,9 @@ class ExecApi:
 
     async def attach(self, call: Call, params: wire.Attach) -> wire.Ran:
         """Credit and output pass straight through between client and agent; nothing is held here."""
-        command = (await self._commands(params.id)).get(params.exec_id).command
+        live = await self._manager.running(params.id)
+        assert live.commands is not None
+        command = live.commands.get(params.exec_id).command
         if command.listened:
             raise DsecError("conflict", f"command {params.exec_id} is attached to already")
         at = {STDOUT: params.stdout_from, STDERR: params.stderr_from}
@@ -72,7 +74,7 @@ class ExecApi:
                 command.follow(stream, offset, offset + params.window)
             ended = await asyncio.shield(command.ended)
             await command.followed(at, ended)
-            return wire.Ran(exec_id=params.exec_id, **how(ended))
+            return await self._manager.judge(live, wire.Ran(exec_id=params.exec_id, **how(ended)))
         finally:
             call.on_limit = None
             command.listen(None)

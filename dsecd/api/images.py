@@ -122,7 +122,8 @@ class ImageApi:
     def _image(self, manifest: Manifest) -> wire.Image:
         config = manifest.config
         return wire.Image(
-            digest=manifest.digest, kind=manifest.kind, name=(manifest.names or ("",))[0], source=manifest.source,
+            digest=manifest.digest, kind=manifest.kind, name=(manifest.names or ("",))[0],
+            names=list(manifest.names), source=manifest.source,
             created=manifest.created, files=manifest.files, meta_size=manifest.meta_size,
             data_size=manifest.data_size, env=config.env, workdir=config.workdir, user=config.user,
             used_by=len(self._mounts.owners(manifest.digest)), store=manifest.store,

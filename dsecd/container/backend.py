@@ -74,6 +74,7 @@ class ContainerBackend:
                 self.runtime.run(plan, directory, {3: listener, 4: group_fd}),
                 AgentLink.connect(f"{directory}/agent.sock", self._hello, READY_S),
             )
+        cgroup.seal()
         started = proc.start_time(pid)
         if started is None:
             await link.close()

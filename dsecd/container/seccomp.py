@@ -31,6 +31,14 @@ COMMAND_CAPS: Final = (
     "CAP_SETGID", "CAP_SETPCAP", "CAP_SETUID", "CAP_SYS_CHROOT",
 )  # fmt: skip
 
+# The profile is made for nested containers too: it leaves namespaces, mounts and keyrings to capabilities, and root of
+# a user namespace of its own has them all. No sandbox needs one inside, and most holes of the kernel do.
+_DENIED: Final = frozenset(
+    {"unshare", "setns", "mount", "umount", "umount2", "pivot_root", "move_mount", "open_tree", "fsopen", "fsconfig",
+     "fsmount", "fspick", "mount_setattr", "keyctl", "add_key", "request_key"}
+)  # fmt: skip
+_NEW_NAMESPACES: Final = 0x7E02_0000  # CLONE_NEW* of clone(2)
+
 _ACTIONS: Final = {
     "SCMP_ACT_ALLOW": 0x7FFF_0000, "SCMP_ACT_ERRNO": 0x0005_0000, "SCMP_ACT_KILL": 0, "SCMP_ACT_KILL_THREAD": 0,
     "SCMP_ACT_KILL_PROCESS": 0x8000_0000, "SCMP_ACT_LOG": 0x7FFC_0000,
@@ -60,6 +68,9 @@ def command_filter(profile: Path | None = None) -> bytes:
 
 def _compile(document: dict[str, Any]) -> bytes:
     rules = [rule for entry in document["syscalls"] if _applies(entry) for rule in _rules(entry)]
+    rules += _rules({"names": _DENIED, "action": "SCMP_ACT_ERRNO", "errnoRet": errno.EPERM}, frozenset())
+    same_namespaces = {"index": 0, "op": "SCMP_CMP_MASKED_EQ", "value": _NEW_NAMESPACES, "valueTwo": 0}
+    rules.append((lib.dsec_syscall_number(b"clone"), _ACTIONS["SCMP_ACT_ALLOW"], [same_namespaces]))
     rules.append((lib.dsec_syscall_number(b"clone3"), _ACTIONS["SCMP_ACT_ALLOW"], []))
     array = ffi.new("struct dsec_rule[]", len(rules))
     for slot, (number, action, args) in zip(array, rules, strict=True):
@@ -75,10 +86,12 @@ def _compile(document: dict[str, Any]) -> bytes:
     return bytes(ffi.buffer(buffer, size))
 
 
-def _rules(entry: dict[str, Any]) -> list[tuple[int, int, list[dict[str, Any]]]]:
+def _rules(
+    entry: dict[str, Any], leave_out: frozenset[str] = _DENIED | {"clone", "clone3"}
+) -> list[tuple[int, int, list[dict[str, Any]]]]:
     action = _action(entry["action"], entry.get("errnoRet"))
     args = entry.get("args") or []
-    numbers = [lib.dsec_syscall_number(name.encode()) for name in entry["names"] if name != "clone3"]
+    numbers = [lib.dsec_syscall_number(name.encode()) for name in entry["names"] if name not in leave_out]
     return [(number, action, args) for number in numbers if number != -1]
 
 

@@ -46,6 +46,7 @@ class ImageStore:
                 meta.erofs           superblock, inodes, directories, xattrs
                 data                 bytes of files; absent where the manifest names another store
                 data.sums            sha256 of each 1 MiB of data
+                seal                 inode, size and mtime of both files when their bytes were last known to be right
             tmp-<random>/            an import; its maker and the importer hold a flock on the directory
             trash-<random>/          being removed
         <store>/…                    data of images that live on a directory of the config, see `claims`
@@ -154,6 +155,9 @@ class ImageStore:
     def verify(self, manifest: Manifest) -> None:
         """`check`, and then read and compare every byte; of data on a remote store, none: its readers do that."""
         self.check(manifest)
+        self._compare(manifest, data=not self.is_remote(manifest))
+
+    def _compare(self, manifest: Manifest, *, data: bool) -> None:
         what = f"image {_short(manifest)}"
         if identity(manifest.kind, manifest.config, manifest.meta_digest, manifest.data_digest) != manifest.digest:
             raise bad(f"{what}: its manifest is altered")
@@ -162,8 +166,33 @@ class ImageStore:
         sums = self.sums_path(manifest).read_bytes()
         if "sha256:" + hashlib.sha256(sums).hexdigest() != manifest.data_digest:
             raise bad(f"{what}: its list of sums is altered")
-        if not self.is_remote(manifest) and (at := _altered_at(self.data_path(manifest), sums)) is not None:
+        if data and (at := _altered_at(self.data_path(manifest), sums)) is not None:
             raise bad(f"{what}: its data is altered (in the mebibyte at {at})")
+
+    def trust(self, manifest: Manifest) -> None:
+        """What a mount needs: `check`, and `verify` when a file was touched since its bytes were last compared.
+
+        That is about the files of this host. Data on a store is the driver's: it checks as it reads, or does not.
+        """
+        here = manifest.store == LOCAL
+        self.check(manifest, data=here)
+        if self._stamp(manifest) != self._sealed(manifest):
+            self._compare(manifest, data=here)
+            self._seal(manifest)
+
+    def _stamp(self, manifest: Manifest) -> bytes:
+        paths = [self.meta_path(manifest)] + [self.data_path(manifest)] * (manifest.store == LOCAL)
+        found = [path.stat() for path in paths]
+        return msgspec.json.encode([(st.st_ino, st.st_size, st.st_mtime_ns) for st in found])
+
+    def _sealed(self, manifest: Manifest) -> bytes:
+        try:
+            return (self.root / manifest.hex / "seal").read_bytes()
+        except FileNotFoundError:
+            return b""
+
+    def _seal(self, manifest: Manifest) -> None:
+        (self.root / manifest.hex / "seal").write_bytes(self._stamp(manifest))  # torn, it only costs a verify
 
     # -- changing ------------------------------------------------------------------------------------------------
 
@@ -198,6 +227,7 @@ class ImageStore:
             with self._locked():
                 if not self._is_sound(manifest):
                     self._publish(ready, manifest)
+                    self._seal(manifest)  # the importer has just summed what it wrote
                 self._write_names(self._read_names() | {job.name: digest})
         finally:
             if store in self._stores:

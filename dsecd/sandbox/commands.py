@@ -35,6 +35,7 @@ ARG_MAX_ONE: Final = 131_071  # Linux MAX_ARG_STRLEN less the NUL: one argument 
 ARG_MAX_ALL: Final = 2_000_000  # a quarter of the default 8 MiB stack, less some room (execve(2))
 PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 KILLED: Final = 9
+ATTACH_S: Final = 30.0  # so long a command waits for the follower it was started for
 KEEP_ENDED: Final = 64  # ended commands of one sandbox that nobody has waited for
 
 
@@ -192,6 +193,10 @@ class Commands:
             planned.items += [(Tag.ROWS, asked.rows), (Tag.COLS, asked.cols)]
         self._trim()
         ident, entry = self._enter(planned, uid, asked.request_id or "", True)
+        if asked.follow:
+            for stream in (STDOUT, STDERR):
+                entry.command.follow(stream, 0, 0)
+            asyncio.get_running_loop().call_later(ATTACH_S, _let_go, entry.command)
         return wire.Started(exec_id=ident, pid=await entry.command.started)
 
     async def start_shell(self, asked: wire.SessionOpen, uid: int, session: str) -> tuple[str, Command]:
@@ -272,6 +277,13 @@ class Commands:
             queued_ms=round(queued * 1000, 3),
             **how(ended),
         )
+
+
+def _let_go(command: Command) -> None:
+    """Its follower never came. Its output is kept up to the cap, as that of any other."""
+    if not command.listened:
+        for stream in (STDOUT, STDERR):
+            command.unfollow(stream)
 
 
 def how(ended: Ended) -> dict[str, Any]:

@@ -46,11 +46,12 @@ class Store:
     def __init__(self, path: Path) -> None:
         try:
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            version = self._db.execute("PRAGMA user_version").fetchone()[0]
+            if version not in (0, FORMAT):  # before anything is changed in it
+                self._db.close()
+                raise DsecError("unsupported", f"{path} has format {version}, this dsecd reads {FORMAT}")
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
-            version = self._db.execute("PRAGMA user_version").fetchone()[0]
-            if version not in (0, FORMAT):
-                raise DsecError("unsupported", f"{path} has format {version}, this dsecd reads {FORMAT}")
             self._db.executescript(_SCHEMA)
             self._db.execute(f"PRAGMA user_version={FORMAT}")
         except sqlite3.Error as exc:

@@ -35,9 +35,14 @@ class Run(Command):
 
 
 class Start(Command):
-    """`exec.start`: start and answer at once; then attach, stdin, signal, resize, wait."""
+    """`exec.start`: start and answer at once; then attach, stdin, signal, resize, wait.
+
+    follow: exec.attach comes next; until then the command waits rather than that a byte over the cap is lost. When
+    nobody has attached after 30 s it goes on without a follower.
+    """
 
     stdin: bool = False
+    follow: bool = False
     tty: bool = False
     rows: Annotated[int, Meta(ge=1, le=10_000)] = 24
     cols: Annotated[int, Meta(ge=1, le=10_000)] = 80
@@ -47,7 +52,8 @@ class Ran(Result):
     """How a command ended. exit_code: 128+signal when a signal ended it.
 
     Kept output is head plus tail; `*_dropped` bytes are missing between `*_head` bytes and the rest.
-    oom, pids_limit, disk_full: the sandbox hit that limit while the command ran.
+    oom, pids_limit, disk_full: the sandbox hit that limit while the command ran. sent_ahead: the kept output was over
+    8 MiB and came as `exec.output` notifications before this reply; offsets count in what was kept.
     """
 
     exec_id: str
@@ -68,6 +74,7 @@ class Ran(Result):
     ran_ms: float = 0.0
     cpu_ms: float = 0.0
     replayed: bool = False
+    sent_ahead: bool = False
 
 
 class Started(Result):

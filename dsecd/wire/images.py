@@ -16,7 +16,7 @@ Package = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9+.-]{0,127}$")]
 
 
 class Import(Params):
-    """`image.import`: from a stream (format tar, oci, docker: the stream is a tar), or from a registry (`docker://…`).
+    """`image.import`: from a stream of a tar (tar, oci, docker; auto: told by its members), or a registry (`docker://…`).
 
     prefix: put a plain tar below this directory of the layer. store: of the config, where the data goes; `local`: this
     host's disk.
@@ -24,7 +24,7 @@ class Import(Params):
 
     name: ImageName
     kind: ImageKind = "base"
-    format: Literal["tar", "oci", "docker", "registry"] = "tar"
+    format: Literal["auto", "tar", "oci", "docker", "registry"] = "auto"
     reference: Text | None = None
     prefix: Annotated[str, Meta(max_length=1024)] = ""
     env: Annotated[dict[str, str], Meta(max_length=256)] = {}
@@ -47,6 +47,7 @@ class Image(Result):
     digest: str
     kind: str
     name: str
+    names: list[str] = []
     source: str = ""
     created: str = ""
     files: int = 0

@@ -19,10 +19,10 @@ import msgspec
 
 from dsecd import logs
 from dsecd.errors import CODES, DsecError
-from dsecd.wire import base
+from dsecd.wire import base, execs
 from dsecd.wire.framing import FrameTooLong, Lines
 from dsecd.wire.methods import METHODS, Method
-from dsecd.wire.stream import Inflow, Outflow
+from dsecd.wire.stream import CHUNK, Inflow, Outflow
 
 log = logging.getLogger("dsecd.wire")
 
@@ -277,17 +277,22 @@ class Connection(asyncio.Protocol):
             return
         self._calls[ident] = call
         call.task = asyncio.get_running_loop().create_task(self._run(call, handler, params))
+        call.task.add_done_callback(lambda _t: self._never_began(call))
 
     async def _run(self, call: Call, handler: Handler, params: base.Params) -> None:
         logs.request_id.set(params.request_id or str(call.id))
         try:
             if params.request_id is not None and call.method.once and self._server.interceptor is not None:
-                result = await self._server.interceptor(call, params, lambda: handler(call, params))
-            elif params.timeout_s is not None and not call.method.own_timeout:
-                async with asyncio.timeout(params.timeout_s):
-                    result = await handler(call, params)
+                work = self._server.interceptor(call, params, lambda: handler(call, params))
             else:
-                result = await handler(call, params)
+                work = handler(call, params)
+            if params.timeout_s is not None and not call.method.own_timeout:
+                async with asyncio.timeout(params.timeout_s):
+                    result = await work
+            else:
+                result = await work
+            if isinstance(result, execs.Ran):
+                result = await _sent_ahead(call, result)
             self.send(base.Success("2.0", call.id, result))
         except asyncio.CancelledError:
             self._fail(call.id, _cancelled(call))
@@ -297,6 +302,12 @@ class Connection(asyncio.Protocol):
             self._fail_any(call, exc)
         finally:
             self._calls.pop(call.id, None)
+
+    def _never_began(self, call: Call) -> None:
+        """A task that is cancelled before its first step runs none of `_run`: a cancel right behind its request."""
+        if self._calls.get(call.id) is call:
+            del self._calls[call.id]
+            self._fail(call.id, _cancelled(call))
 
     def _fail_any(self, call: Call, exc: Exception) -> None:
         if isinstance(exc, ConnectionError) and self._transport is None:
@@ -349,6 +360,17 @@ def _cancelled(call: Call) -> DsecError:
     if call.method.once:
         return DsecError("outcome_unknown", f"the daemon stopped during {call.name}; ask again with its request_id")
     return DsecError("shutting_down", f"the daemon stopped during {call.name}")
+
+
+async def _sent_ahead(call: Call, result: execs.Ran) -> execs.Ran:
+    """Output that no one message holds goes ahead of the reply, as exec.output in pieces."""
+    if len(result.stdout) + len(result.stderr) <= base.MAX_INLINE:
+        return result
+    for stream, data in ((1, result.stdout), (2, result.stderr)):
+        for start in range(0, len(data), CHUNK):
+            piece = base.ExecOutput(call.id, stream, start, data[start : start + CHUNK])
+            await call.notify_bounded("exec.output", piece)
+    return msgspec.structs.replace(result, stdout=b"", stderr=b"", sent_ahead=True)
 
 
 def _reason(exc: Exception) -> str:

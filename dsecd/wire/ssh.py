@@ -1,12 +1,15 @@
 """Reach a daemon on another host: the system's OpenSSH forwards its socket to one here.
 
 The user's ssh configuration, agent, known_hosts and jump hosts apply; nothing is asked for (BatchMode).
+$DSEC_SSH replaces the command, with options of its own if need be (`ssh -F my.config`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import AsyncIterator
@@ -26,14 +29,14 @@ async def forwarded(url: str) -> AsyncIterator[str]:
     parts = urlsplit(url)
     if not parts.hostname or parts.hostname.startswith("-"):
         raise DsecError("invalid", f"{url!r} is not ssh://[user@]host[:port][/socket]")
-    ssh = shutil.which("ssh")
-    if ssh is None:
+    ssh = shlex.split(os.environ.get("DSEC_SSH", "ssh"))
+    if not ssh or shutil.which(ssh[0]) is None:
         raise DsecError("unsupported", "no ssh on this machine: apt-get install openssh-client")
     host = f"{parts.username}@{parts.hostname}" if parts.username else parts.hostname
     directory = tempfile.mkdtemp(prefix="dsec-ssh-")
     local = Path(directory, "sock")
     remote = parts.path if parts.path not in ("", "/") else DEFAULT_SOCKET
-    argv = [ssh, "-nNT", "-o", "BatchMode=yes", "-o", "ExitOnForwardFailure=yes", "-o", "ServerAliveInterval=15"]
+    argv = [*ssh, "-nNT", "-o", "BatchMode=yes", "-o", "ExitOnForwardFailure=yes", "-o", "ServerAliveInterval=15"]
     argv += ["-p", str(parts.port)] if parts.port else []
     argv += ["-L", f"{local}:{remote}", "--", host]
     process = await asyncio.create_subprocess_exec(

@@ -79,8 +79,6 @@ static void set_limits(const struct args *args, const struct confinement *c) {
                 if (sched_setaffinity(0, sizeof(cpus), &cpus) < 0)
                         fail(STEP_LIMIT, errno);
         }
-        /* Best effort: under memory pressure the command should go, not the agent. */
-        (void) write_proc("self/oom_score_adj", "500");
 }
 
 /* A program that opens /dev/stdout gets EACCES unless the pipe belongs to it. */

@@ -10,6 +10,8 @@ struct confinement {
         char *apparmor;       /* NULL: none */
         int proc_fd;          /* the proc of the inner PID namespace, not by a path the tenant could mount over */
         uint64_t nofile_soft, nofile_hard; /* as the runtime gave them to us */
+        int oom_fd;           /* our own oom_score_adj; -1: none */
+        char oom_own[8];      /* what it says */
 };
 
 /* One command to be started. Descriptors are the child's ends, all above 9. */

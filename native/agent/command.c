@@ -96,7 +96,8 @@ int command_check_start(struct command *c) {
 static bool fetch_some(struct command *c) {
         for (unsigned i = 0; i < STREAMS; i++)
                 if (c->streams[i] && c->fetched[i] < c->fetch_end[i] &&
-                    stream_send(c->streams[i], (uint8_t) (i + 1), c->channel, &c->fetched[i], c->fetch_end[i], false))
+                    stream_send(c->streams[i], (uint8_t) (i + 1), c->channel, &c->fetched[i],
+                                min_u64(c->fetch_end[i], c->streams[i]->total), false))
                         return true;
         return false;
 }
@@ -134,6 +135,8 @@ static bool command_pump(struct source *source) {
         if (c->fetching) {
                 if (fetch_some(c))
                         return true;
+                if (c->ended && !command_settled(c))
+                        return false; /* a stream wakes us when it has read its last */
                 c->fetching = false;
                 if (!c->exit_due && c->started)
                         send_started(c);
@@ -156,7 +159,7 @@ void command_fetch(struct command *c, bool all) {
         for (int i = 0; i < STREAMS; i++)
                 if (c->streams[i] && (all || !c->streams[i]->ever_followed)) {
                         c->fetched[i] = 0;
-                        c->fetch_end[i] = c->streams[i]->total;
+                        c->fetch_end[i] = c->ended ? UINT64_MAX : c->streams[i]->total;
                 }
         c->exit_due = c->ended;
         if (all && c->ended)
@@ -181,6 +184,7 @@ void command_ended(struct command *c, int status, const struct rusage *usage) {
 
 void command_forget_link(struct command *c) {
         c->fetching = c->exit_due = false;
+        feed_forget_link(&c->feed);
         for (int i = 0; i < STREAMS; i++)
                 if (c->streams[i]) {
                         stream_unfollow(c->streams[i]);

@@ -3,15 +3,11 @@
 
 #include <sys/resource.h>
 
-#include "child.h"
 #include "link.h"
-
-void exec_init(const struct confinement *confinement, int null_fd, int pts_fd);
 
 /* One of the requests below; negative is a protocol error. */
 int exec_request(const struct header *header, struct span payload);
 bool exec_has_channel(uint32_t channel);
-/* CREDIT and DATA never concern commands; see channel.h. */
 
 void exec_child_ended(pid_t pid, int status, const struct rusage *usage);
 /* Nobody follows any more, and nobody knows what was sent. */

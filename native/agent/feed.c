@@ -25,7 +25,7 @@ static void feed_close(struct feed *f) {
 
 /* Renewed in quarters of the window: a frame of credit for every few bytes would cost more than the bytes. */
 static void feed_grant(struct feed *f) {
-        uint64_t limit = f->received - f->waiting + FEED_WINDOW;
+        uint64_t limit = f->received + FEED_WINDOW - f->waiting;
 
         if (f->eof || limit < f->granted + FEED_WINDOW / 4)
                 return;
@@ -101,7 +101,7 @@ int feed_push(struct feed *f, struct span data) {
                 data.size -= n;
         }
         if (data.size > 0 && !f->ended) {
-                if (!f->ring && !(f->ring = pages_map(FEED_WINDOW))) {
+                if (!f->ring && !(f->ring = pages_map_own(FEED_WINDOW))) {
                         feed_close(f);
                         return 0;
                 }
@@ -140,8 +140,13 @@ void feed_stop(struct feed *f) {
         close_fd(fd);
 }
 
+void feed_forget_link(struct feed *f) {
+        f->received = f->granted = 0;
+}
+
 void feed_regrant(struct feed *f) {
         if (f->watch.fd < 0 || f->eof)
                 return;
+        f->granted = f->received + FEED_WINDOW - f->waiting;
         frame_credit(f->channel, f->granted);
 }

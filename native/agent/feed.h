@@ -11,7 +11,7 @@ struct feed {
         uint32_t channel;
         uint8_t *ring; /* FEED_WINDOW bytes, while some wait */
         size_t start, waiting;
-        uint64_t received, granted;
+        uint64_t received, granted; /* on this connection */
         bool eof;    /* no more will come; the end is closed once nothing waits */
         bool ended;  /* the end was closed, or its reader is gone: the rest is thrown away */
         bool is_tty; /* the end of the input is a ^D, and closing would hang up */
@@ -25,5 +25,6 @@ int feed_start(struct feed *feed, int fd, uint32_t channel);
 int feed_push(struct feed *feed, struct span data);
 void feed_eof(struct feed *feed);
 void feed_stop(struct feed *feed);
-/* A new connection does not know what the last one was granted. */
+/* A connection has ended; the next one counts from 0, and may send nothing before feed_regrant(). */
+void feed_forget_link(struct feed *feed);
 void feed_regrant(struct feed *feed);

@@ -18,6 +18,7 @@
 #include "exec.h"
 #include "leaf.h"
 #include "link.h"
+#include "start.h"
 #include "tar.h"
 #include "user.h"
 
@@ -318,7 +319,7 @@ static void listen_on(const char *path) {
 }
 
 int main(int argc, char **argv) {
-        static struct confinement confinement;
+        static struct confinement confinement = { .oom_fd = -1 };
         uint64_t end, rounds = 0;
         uint32_t channel = 8;
 
@@ -330,7 +331,7 @@ int main(int argc, char **argv) {
         fill();
         signal(SIGPIPE, SIG_IGN);
         leaf_init(-1); /* nothing is ever cloned */
-        exec_init(&confinement, open("/etc/passwd", O_RDWR | O_CREAT, 0644), -1);
+        start_init(&confinement, open("/etc/passwd", O_RDWR | O_CREAT, 0644), -1);
         dispatch_init(&confinement);
         listen_on("/s");
         for (; now_us() < end; rounds++) {

@@ -263,11 +263,11 @@ static void conn_ready(struct watch *watch, uint32_t events) {
 
 static void listener_ready(struct watch *watch, uint32_t events) {
         (void) events;
+        /* First, because it also frees a descriptor: with none left accept4 would fail for ever, and so would we spin. */
+        link_drop();
         int fd = accept4(watch->fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
-
         if (fd < 0)
                 return;
-        link_drop();
         if (watch_start(&conn, fd, EPOLLIN) < 0)
                 close_fd(fd);
 }

@@ -15,6 +15,7 @@
 #include "link.h"
 #include "loop.h"
 #include "setup.h"
+#include "start.h"
 
 enum { LISTEN_FD = 3, TRIM_MS = 1000 };
 
@@ -74,7 +75,7 @@ static int start(int argc, char **argv) {
                 fprintf(stderr, "dsec-agent: epoll: %s\n", strerror(-r));
                 return r;
         }
-        exec_init(&state.confinement, state.null_fd, state.pts_fd);
+        start_init(&state.confinement, state.null_fd, state.pts_fd);
         dispatch_init(&state.confinement);
         return 0;
 }

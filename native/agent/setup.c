@@ -80,6 +80,14 @@ static void raise_nofile(struct confinement *c) {
         (void) setrlimit(RLIMIT_NOFILE, &limit);
 }
 
+/* Opened while our own /proc is still there, and while we are dumpable: later its files belong to the host's root. */
+static void open_oom(struct confinement *c) {
+        c->oom_fd = open("/proc/self/oom_score_adj", O_RDWR | O_CLOEXEC);
+        ssize_t n = c->oom_fd < 0 ? 0 : read(c->oom_fd, c->oom_own, sizeof(c->oom_own) - 1);
+        if (n <= 0)
+                close_fd(steal_fd(&c->oom_fd));
+}
+
 /* Our own command line is the one thing of us that the copy inside would show. */
 static void rename_process(int argc, char **argv, const char *name) {
         char *end = argv[argc - 1] + strlen(argv[argc - 1]);
@@ -126,7 +134,7 @@ static int hear_init(int peer) {
 }
 
 /* Starts it, and sees to it that our children are born in its namespace; we ourselves stay where we are. */
-static int start_init(pid_t *ret_pid) {
+static int spawn_init(pid_t *ret_pid) {
         struct clone_args args = { .flags = CLONE_NEWPID, .exit_signal = SIGCHLD };
         int fds[2], r;
 
@@ -185,7 +193,8 @@ int setup(int argc, char **argv, struct setup *ret) {
         rename_process(argc, argv, "init");
         /* A program that its user may not read starts out as not dumpable. */
         (void) prctl(PR_SET_DUMPABLE, 1, 0, 0, 0);
-        if ((r = start_init(&ret->init_pid)) < 0)
+        open_oom(&ret->confinement);
+        if ((r = spawn_init(&ret->init_pid)) < 0)
                 return r;
         if (prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) < 0)
                 return complain(-errno, "prctl");

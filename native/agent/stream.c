@@ -24,9 +24,9 @@ static uint64_t stream_allowance(const struct stream *s) {
 }
 
 static int stream_allocate(struct stream *s, uint64_t want) {
-        if (s->total < s->cap_head && !s->head && !(s->head = pages_map(s->cap_head)))
+        if (s->total < s->cap_head && !s->head && !(s->head = pages_map_own(s->cap_head)))
                 return -ENOMEM;
-        if (s->total + want > s->cap_head && !s->ring && !(s->ring = pages_map(s->room)))
+        if (s->total + want > s->cap_head && !s->ring && !(s->ring = pages_map_own(s->room)))
                 return -ENOMEM;
         return 0;
 }
@@ -89,7 +89,11 @@ static bool stream_discard(struct stream *s) {
 static void stream_ready(struct watch *watch, uint32_t events) {
         struct stream *s = CONTAINER_OF(watch, struct stream, watch);
 
-        (void) events;
+        /* A hang-up alone: nothing is left to read, and no memory needed for it. Most streams of most commands end so. */
+        if (!(events & EPOLLIN)) {
+                stream_set(s, STREAM_CLOSED);
+                return;
+        }
         if (s->state == STREAM_DRAIN) {
                 if (stream_discard(s))
                         stream_set(s, STREAM_CLOSED);

@@ -2,30 +2,15 @@
 #include <fcntl.h>
 #include <stdio.h>
 #include <sys/sysmacros.h>
-#include <sys/xattr.h>
 
 #include "channel.h"
 #include "dir.h"
 #include "issue.h"
+#include "pack.h"
 #include "path.h"
-#include "tar.h"
 #include "tree.h"
 
-enum {
-        SLICE = 128,            /* members per turn of the loop */
-        LINKS_MAX = 1 << 16,    /* hard-linked files remembered; later ones come as files of their own */
-        LINK_BUCKETS = 4096,
-        XATTR_LIST = 4096,
-        XATTR_VALUE = 64 << 10,
-};
-
-/* A file with more than one name, and the one that was sent. */
-struct linked {
-        struct linked *next;
-        dev_t device;
-        ino_t inode;
-        char path[];
-};
+enum { SLICE = 128 /* members per turn of the loop */ };
 
 struct get {
         struct channel channel;
@@ -33,199 +18,15 @@ struct get {
         struct walk walk;
         dev_t device;        /* directories on others (proc, sys, mounts) are not entered */
         char path[PATH_BYTES]; /* of the directory on top of the walk, without a slash at the end; "" is the top */
-        struct linked **buckets;
-        unsigned n_links;
+        struct links links;
         uint64_t count;
         /* What is being sent: the head, then the file, then zeros. */
-        uint8_t *head;
-        size_t head_size, head_room, head_at;
+        struct head head;
         int fd;
         uint64_t size, left, zeros;
         char member[PATH_BYTES]; /* its path, for issues */
         bool ended; /* the last zeros are the archive's end */
 };
-
-/* --- links ---------------------------------------------------------------------------------------------------------- */
-
-static struct linked **bucket_of(struct get *g, const struct stat *st) {
-        if (!g->buckets)
-                g->buckets = calloc(LINK_BUCKETS, sizeof(*g->buckets));
-        return g->buckets ? &g->buckets[(st->st_ino ^ st->st_dev) % LINK_BUCKETS] : NULL;
-}
-
-/* The name under which this file was sent before; NULL if this is the first, and then it is remembered. */
-static const char *link_seen(struct get *g, const struct stat *st, const char *path) {
-        struct linked **bucket = st->st_nlink > 1 ? bucket_of(g, st) : NULL;
-
-        if (!bucket)
-                return NULL;
-        for (const struct linked *l = *bucket; l; l = l->next)
-                if (l->inode == st->st_ino && l->device == st->st_dev)
-                        return l->path;
-        struct linked *l = g->n_links < LINKS_MAX ? malloc(sizeof(*l) + strlen(path) + 1) : NULL;
-        if (!l)
-                return NULL;
-        *l = (struct linked) { .next = *bucket, .device = st->st_dev, .inode = st->st_ino };
-        strcpy(l->path, path);
-        *bucket = l;
-        g->n_links++;
-        return NULL;
-}
-
-static void links_free(struct get *g) {
-        for (unsigned i = 0; g->buckets && i < LINK_BUCKETS; i++)
-                while (g->buckets[i]) {
-                        struct linked *l = g->buckets[i];
-                        g->buckets[i] = l->next;
-                        free(l);
-                }
-        free(g->buckets);
-}
-
-/* --- the head of a member ------------------------------------------------------------------------------------------- */
-
-static uint8_t *head_reserve(struct get *g, size_t size) {
-        if (g->head_size + size > g->head_room) {
-                size_t room = g->head_room ? g->head_room : KIB(4);
-                while (room < g->head_size + size)
-                        room *= 2;
-                uint8_t *grown = realloc(g->head, room);
-                if (!grown)
-                        return NULL;
-                g->head = grown;
-                g->head_room = room;
-        }
-        uint8_t *at = g->head + g->head_size;
-        g->head_size += size;
-        return at;
-}
-
-static int head_bytes(struct get *g, const void *data, size_t size) {
-        uint8_t *at = head_reserve(g, size);
-
-        if (!at)
-                return -ENOMEM;
-        memcpy(at, data, size);
-        return 0;
-}
-
-static int head_pad(struct get *g) {
-        size_t size = -g->head_size % TAR_BLOCK;
-        uint8_t *at = head_reserve(g, size);
-
-        if (!at)
-                return -ENOMEM;
-        memset(at, 0, size);
-        return 0;
-}
-
-/* The length counts its own digits. */
-static int pax_record(struct get *g, const char *key, const void *value, size_t size) {
-        size_t body = strlen(key) + size + 3, total = body + 1;
-        char text[400];
-
-        for (size_t limit = 10; total >= limit; limit *= 10)
-                total++;
-        /* A digit more may have carried the sum over the next power of ten. */
-        int n = snprintf(text, sizeof(text), "%zu %s=", total, key);
-        if ((size_t) n + size + 1 != total) {
-                total = (size_t) n + size + 1;
-                n = snprintf(text, sizeof(text), "%zu %s=", total, key);
-        }
-        int r = head_bytes(g, text, (size_t) n);
-        if (r == 0)
-                r = head_bytes(g, value, size);
-        return r < 0 ? r : head_bytes(g, "\n", 1);
-}
-
-static int pax_text(struct get *g, const char *key, const char *value) {
-        return pax_record(g, key, value, strlen(value));
-}
-
-static int pax_integer(struct get *g, const char *key, int64_t value) {
-        char text[32];
-
-        snprintf(text, sizeof(text), "%lld", (long long) value);
-        return pax_text(g, key, text);
-}
-
-static bool xattr_wanted(const char *name) {
-        return strncmp(name, "user.", 5) == 0 || strcmp(name, "security.capability") == 0;
-}
-
-static int pax_xattrs(struct get *g, int fd) {
-        char names[XATTR_LIST], key[300];
-        ssize_t size = fd >= 0 ? flistxattr(fd, names, sizeof(names)) : 0;
-        int r = 0;
-
-        for (const char *name = names; r == 0 && size > 0 && name < names + size; name += strlen(name) + 1) {
-                if (!xattr_wanted(name))
-                        continue;
-                ssize_t value_size = fgetxattr(fd, name, NULL, 0);
-                if (value_size < 0 || value_size > XATTR_VALUE)
-                        continue;
-                cleanup_free uint8_t *value = malloc((size_t) value_size + 1);
-                if (!value)
-                        return -ENOMEM;
-                value_size = fgetxattr(fd, name, value, (size_t) value_size);
-                if (value_size < 0)
-                        continue;
-                snprintf(key, sizeof(key), "SCHILY.xattr.%.255s", name);
-                r = pax_record(g, key, value, (size_t) value_size);
-        }
-        return r;
-}
-
-/* Whatever the old fields cannot hold. */
-static int pax_records(struct get *g, const struct tar_header *h, const char *path, const char *link, int fd) {
-        int r = 0;
-
-        if (strlen(path) > 100)
-                r = pax_text(g, "path", path);
-        if (r == 0 && strlen(link) > 100)
-                r = pax_text(g, "linkpath", link);
-        if (r == 0 && h->size >> 33)
-                r = pax_integer(g, "size", (int64_t) h->size);
-        if (r == 0 && h->uid >> 21)
-                r = pax_integer(g, "uid", h->uid);
-        if (r == 0 && h->gid >> 21)
-                r = pax_integer(g, "gid", h->gid);
-        if (r == 0 && (h->mtime < 0 || h->mtime >> 33))
-                r = pax_integer(g, "mtime", h->mtime);
-        return r < 0 ? r : pax_xattrs(g, fd);
-}
-
-static int head_block(struct get *g, const struct tar_header *h) {
-        uint8_t *at = head_reserve(g, TAR_BLOCK);
-
-        if (!at)
-                return -ENOMEM;
-        tar_encode(h, at);
-        return 0;
-}
-
-/* The pax member, if one is needed, and the header. */
-static int build_head(struct get *g, struct tar_header *h, const char *path, const char *link, int fd) {
-        struct tar_header pax = { .name = "pax", .type = 'x', .mode = 0644 };
-
-        g->head_size = g->head_at = 0;
-        /* Room for the header in front, which must know the size of what comes behind it. */
-        int r = head_block(g, &pax);
-        if (r == 0)
-                r = pax_records(g, h, path, link, fd);
-        if (r < 0)
-                return r;
-        pax.size = g->head_size - TAR_BLOCK;
-        if (pax.size > 0) {
-                tar_encode(&pax, g->head);
-                if ((r = head_pad(g)) < 0)
-                        return r;
-        } else
-                g->head_size = 0;
-        snprintf(h->name, sizeof(h->name), "%.256s", path);
-        snprintf(h->link, sizeof(h->link), "%.100s", link);
-        return head_block(g, h);
-}
 
 /* --- members -------------------------------------------------------------------------------------------------------- */
 
@@ -270,7 +71,7 @@ static int send_member(struct get *g, int dir, const char *name, struct stat *st
         if (opened < -1)
                 return opened;
         cleanup_fd int fd = opened;
-        const char *twin = S_ISDIR(st->st_mode) ? NULL : link_seen(g, st, path);
+        const char *twin = S_ISDIR(st->st_mode) ? NULL : link_seen(&g->links, st, path);
         if (twin) {
                 h.type = '1';
                 strcpy(target, twin);
@@ -288,7 +89,7 @@ static int send_member(struct get *g, int dir, const char *name, struct stat *st
         h.dev_minor = minor(st->st_rdev);
         h.size = h.type == '0' ? (uint64_t) st->st_size : 0;
         snprintf(full, sizeof(full), "%s%s", *path ? path : ".", h.type == '5' ? "/" : "");
-        int r = build_head(g, &h, full, target, h.type == '1' ? -1 : fd);
+        int r = head_build(&g->head, &h, full, target, h.type == '1' ? -1 : fd);
         if (r < 0)
                 return r;
         g->size = g->left = h.size;
@@ -378,10 +179,10 @@ static size_t fill_from_file(struct get *g, uint8_t *to, size_t size) {
 }
 
 static size_t fill(struct get *g, uint8_t *to, size_t size) {
-        if (g->head_at < g->head_size) {
-                size_t part = min_size(size, g->head_size - g->head_at);
-                memcpy(to, g->head + g->head_at, part);
-                g->head_at += part;
+        if (g->head.at < g->head.size) {
+                size_t part = min_size(size, g->head.size - g->head.at);
+                memcpy(to, g->head.data + g->head.at, part);
+                g->head.at += part;
                 return part;
         }
         if (g->left > 0)
@@ -393,7 +194,7 @@ static size_t fill(struct get *g, uint8_t *to, size_t size) {
 }
 
 static bool member_pending(const struct get *g) {
-        return g->head_at < g->head_size || g->left > 0 || g->zeros > 0;
+        return g->head.at < g->head.size || g->left > 0 || g->zeros > 0;
 }
 
 static void get_done(struct get *g) {
@@ -438,8 +239,8 @@ static void get_close(struct channel *channel) {
 
         walk_close(&g->walk);
         close_fd(g->fd);
-        free(g->head);
-        links_free(g);
+        free(g->head.data);
+        links_free(&g->links);
         issues_free(&g->issues);
 }
 

@@ -80,6 +80,16 @@ static inline void *pages_map(size_t size) {
         return p == MAP_FAILED ? NULL : p;
 }
 
+/* The same for what no child needs to have: a fork does not copy its page tables, nor one command's output into the
+ * memory of the next. */
+static inline void *pages_map_own(size_t size) {
+        void *p = pages_map(size);
+
+        if (p)
+                (void) madvise(p, size, MADV_DONTFORK);
+        return p;
+}
+
 static inline void pages_unmap(void *p, size_t size) {
         if (p)
                 (void) munmap(p, size);

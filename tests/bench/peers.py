@@ -35,7 +35,8 @@ def quick(argv: list[str]) -> None:
 def base_mount(stage: Stage, sandbox: Sandbox) -> Path:
     """Where the daemon has the lowest layer of a running sandbox mounted."""
     digest = sandbox.info.layers[-1].removeprefix("sha256:")
-    found = [p for p in (stage.daemon.run_dir / "images").iterdir() if p.is_dir() and digest.startswith(p.name)]
+    mounts: list[Path] = list((stage.daemon.run_dir / "images").iterdir())
+    found = [path for path in mounts if path.is_dir() and digest.startswith(path.name)]
     if len(found) != 1:
         raise RuntimeError(f"the base of {sandbox.id} is not mounted below {stage.daemon.run_dir}")
     return found[0]
@@ -141,8 +142,9 @@ class Podman:
         finally:
             run([*self.command, "rm", "-f", "-t", "0", name])
             for group in _groups("libpod_parent") - before:
-                with contextlib.suppress(OSError):  # somebody else's podman is in it by now
-                    group.rmdir()
+                for directory, _, _ in os.walk(group, topdown=False):
+                    with contextlib.suppress(OSError):  # somebody else's podman is in it by now
+                        os.rmdir(directory)
 
     def exec(self, name: str, *argv: str) -> None:
         quick([*self.command, "exec", name, *argv])

@@ -20,7 +20,7 @@ from dsecd.wire import images as image_wire
 from tests.demo import layers
 from tests.demo.faults import FAULTS
 from tests.demo.repair import Repair, repair
-from tests.own import CACHE, OwnDaemon, chunks_of, own_daemon, stop_on_sigterm
+from tests.own import CACHE, Base, OwnDaemon, chunks_of, own_daemon, stop_on_sigterm
 
 ROOT = "workspace"
 ROW = "{:<7}  {:<27}  {:<19}  {:>6}  {:>6}  {:>4}"
@@ -43,7 +43,7 @@ class Steps:
         return round(time.monotonic() - self._started, 1)
 
 
-async def demo(daemon: OwnDaemon, base: layers.Base, work: Path, steps: Steps) -> dict[str, Any]:
+async def demo(daemon: OwnDaemon, base: Base, work: Path, steps: Steps) -> dict[str, Any]:
     """All of it, given a daemon; returns what the last line says."""
     async with DSecClient(daemon.url) as client:
         directory = await make_images(daemon, client, base, work, steps)
@@ -72,7 +72,7 @@ async def demo(daemon: OwnDaemon, base: layers.Base, work: Path, steps: Steps) -
     }
 
 
-async def make_images(daemon: OwnDaemon, client: DSecClient, base: layers.Base, work: Path, steps: Steps) -> str:
+async def make_images(daemon: OwnDaemon, client: DSecClient, base: Base, work: Path, steps: Steps) -> str:
     """Base, workspace and toolkit; returns where the project is inside."""
     cached = base.cached
     if not cached:

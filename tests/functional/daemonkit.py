@@ -180,18 +180,15 @@ class Daemon:
     def destroy(self) -> list[str]:
         """Stop all sandboxes, then the daemon; take the pool away. Returns what dsecd itself left behind."""
         if self.process is not None:
-            with contextlib.suppress(Exception):
-                run(self._stop_all())
+            with contextlib.suppress(OSError, ValueError):
+                if alive := list(self.sandboxes()):
+                    self.ask("sandbox.stop_many", {"ids": alive})
             self.stop()
         found = leftovers.mounts_below([self.run_dir]) | {
             item for item in leftovers.cgroups_named(os.getpid()) if re.search(re.escape(self.cgroup_base) + "/.", item)
         }
         self._clear()
         return sorted(found)
-
-    async def _stop_all(self) -> None:
-        async with self.client() as client:
-            await client.stop_many(await client.list())
 
     def _clear(self) -> None:
         for item in sorted(leftovers.mounts_below([self.directory, self._short]), reverse=True):
@@ -223,7 +220,7 @@ class Daemon:
     def ask(self, method: str, params: dict[str, Any] | None = None) -> dict[str, Any]:
         """One call without the SDK, for fixtures."""
         with socket.socket(socket.AF_UNIX) as sock:
-            sock.settimeout(30)
+            sock.settimeout(60)
             sock.connect(str(self.socket))
             request = {"jsonrpc": "2.0", "id": 1, "method": method, "params": params or {}}
             sock.sendall(json.dumps(request).encode() + b"\n")

@@ -505,6 +505,25 @@ def test_a_command_outlives_its_connection(client: Client, sandbox: Box) -> None
         later.send(Type.FORGET, channel)
 
 
+def test_stdin_goes_on_over_a_new_connection(client: Client, sandbox: Box) -> None:
+    channel = client.exec("sha256sum", flags=STDIN)
+    limit = Fields(client.expect(Type.CREDIT, channel)).integer(Tag.LIMIT)
+    client.expect(Type.STARTED, channel)
+    client.raw(Type.STDIN, channel, b"x" * limit)
+    while Fields(client.expect(Type.CREDIT, channel)).integer(Tag.LIMIT) < 2 * limit:
+        pass
+    client.close()
+    with Client(sandbox.socket) as later:
+        later.send(Type.FETCH, channel)
+        credit = Fields(later.expect(Type.CREDIT, channel)).integer(Tag.LIMIT)
+        assert credit == limit, "it counts what this connection sends"
+        later.expect(Type.STARTED, channel)
+        later.raw(Type.STDIN, channel, b"y" * credit)
+        later.raw(Type.STDIN_EOF, channel)
+        result = later.finish(channel)
+    assert result.stdout.split()[0].decode() == hashlib.sha256(b"x" * limit + b"y" * credit).hexdigest()
+
+
 def test_a_newer_connection_replaces_the_older(client: Client, sandbox: Box) -> None:
     with Client(sandbox.socket) as other:
         with pytest.raises((EOFError, ConnectionError)):

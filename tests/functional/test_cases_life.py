@@ -49,7 +49,7 @@ async def test_case_22_five_pauses(daemon: Daemon, backend: str) -> None:
             assert (await sandbox.refresh()).state == "paused"
             cpu = (await sandbox.stats()).cpu_usec
             await asyncio.sleep(0.2)
-            assert (await sandbox.stats()).cpu_usec == cpu, "it is frozen"
+            assert (await sandbox.stats()).cpu_usec - cpu < 1000, "it is frozen"
             await sandbox.resume()
         assert [await sandbox.read_file(f"/file{cycle}") for cycle in range(5)] == [b"0", b"1", b"2", b"3", b"4"]
         first = int(await sandbox.read_file("/count"))
@@ -119,13 +119,13 @@ async def test_case_27_renewed_in_the_last_moment(daemon: Daemon, backend: str) 
     async with daemon.client() as client:
         while in_time < 200:
             sandbox = await launch(client, backend, ttl_total=5)
-            await sandbox.extend(ttl_total=0.05)
+            await sandbox.extend(ttl_total=0.02)
             while in_time < 200:
                 deadline = sandbox.info.total_deadline
                 assert deadline is not None
                 await asyncio.sleep(max(0.0, deadline - 0.005 - time.time()))
                 try:
-                    await sandbox.extend(ttl_total=0.05)
+                    await sandbox.extend(ttl_total=0.02)
                 except DsecError as error:
                     assert error.kind == "sandbox_dead", error
                     break
@@ -141,7 +141,7 @@ async def test_case_27_renewed_in_the_last_moment(daemon: Daemon, backend: str) 
             assert clock.took < 2
             assert (over.state, "lived its" in over.reason) == ("stopped", True), over.reason
             assert over.ended_at is not None
-            assert over.ended_at >= deadline - 0.06, "it ended before it should"
+            assert over.ended_at >= deadline - 0.03, "it ended before it should"
 
 
 @asynchronous

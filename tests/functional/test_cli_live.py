@@ -181,6 +181,22 @@ def test_large_output_is_whole(dsecctl: Run, sandbox: SyncSandbox) -> None:
     assert hashlib.sha256(done.stdout).hexdigest() == inside, done.stderr
 
 
+def test_output_is_whole_however_fast_it_comes(daemon: Daemon, sandbox: SyncSandbox) -> None:
+    """More than the cap may be written before dsecctl has attached: the command waits for it."""
+    for _ in range(5):
+        with started(daemon, "exec", sandbox.id, "head", "-c", "50000000", "/dev/zero") as process:
+            assert process.stdout is not None
+            count = 0
+            while data := process.stdout.read(1 << 20):
+                count += len(data)
+        assert count == 50_000_000
+
+
+def test_limits_that_were_hit_are_said(dsecctl: Run, sandbox: SyncSandbox) -> None:
+    done = dsecctl("exec", sandbox.id, "python3", "-c", "x = bytearray(1 << 30)")
+    assert (done.returncode, done.stderr) == (137, b"dsecctl: the sandbox ran out of memory\n")
+
+
 def test_output_is_live_and_stdin_ends_where_ours_ends(daemon: Daemon, sandbox: SyncSandbox) -> None:
     with started(daemon, "exec", "-i", sandbox.id, "cat") as process:
         assert process.stdin is not None

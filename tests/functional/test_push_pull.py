@@ -105,7 +105,7 @@ def test_lazily(store: ImageStore, image: Manifest, tmp_path: Path) -> None:
         other = ImageStore(tmp_path / "other", stores={"reg": config})
         back = pull(other, to, name="lazy:1", lazy=True)
         assert same(back, image) and back.store == "reg" and back.names == ("lazy:1",)
-        assert sorted(os.listdir(other.root / back.hex)) == ["data.sums", "manifest.json", "meta.erofs"]
+        assert sorted(os.listdir(other.root / back.hex)) == ["data.sums", "manifest.json", "meta.erofs", "seal"]
         other.check(back)
         other.verify(back)
         with contextlib.closing(open_store("reg", config)) as there:

@@ -162,7 +162,7 @@ async def test_case_25_paused_over_restarts(fresh_daemon: Daemon, backend: str) 
             same = await client.get(one.id)
             cpu = (await same.stats()).cpu_usec
             await asyncio.sleep(0.3)
-            assert (await same.stats()).cpu_usec == cpu
+            assert (await same.stats()).cpu_usec - cpu < 1000, "it is frozen"
     async with client_of(daemon) as client:
         await (await client.get(two.id)).stop()
         same = await client.get(one.id)

@@ -8,7 +8,6 @@ compiling under emulation is ten times slower; installing them stays the guest's
 
 from __future__ import annotations
 
-import io
 import shutil
 import subprocess
 import tarfile
@@ -22,6 +21,7 @@ from cache import LabError, key_of, product
 PROJECT = Path(__file__).resolve().parents[2]
 WHEEL_PACKAGES = ["python3-venv", "python3-dev", "gcc", "pkg-config", "libsystemd-dev", "libffi-dev"]
 TEST_TOOLS = ("pytest", "hypothesis")
+VENV = "/usr/lib/dsecd/venv"  # where `make install PREFIX=/usr` puts it
 SECTOR = 512
 
 Progress = Callable[[str], None]
@@ -42,7 +42,7 @@ def requirements(pyproject: Path = PROJECT / "pyproject.toml") -> tuple[list[str
 
 
 def wheels(progress: Progress) -> Path:
-    """A directory with `wheels/` and `site/`, built for the Python of the suite."""
+    """A directory with `wheels/`, `site/` and `venv/`, built for the Python of the suite."""
     install, tests = requirements()
 
     def make(work: Path) -> None:
@@ -55,9 +55,17 @@ def wheels(progress: Progress) -> Path:
         pip([*tool, "install", "wheel"])
         pip([*tool, "wheel", "--wheel-dir", str(work / "wheels"), *install])
         pip([*tool, "install", "--target", str(work / "site"), *tests])
-        shutil.rmtree(work / "venv")
+        pip([*tool, "install", "--no-index", "--find-links", str(work / "wheels"), *install])
+        relocate(work / "venv")
 
-    return product("wheels", key_of([codename(), *install, "", *tests]), make)
+    return product("wheels", key_of([codename(), VENV, *install, "", *tests]), make)
+
+
+def relocate(venv: Path) -> None:
+    """Make the environment one that was made at VENV: scripts name their interpreter by its path."""
+    for path in [venv / "pyvenv.cfg", *(venv / "bin").iterdir()]:
+        if path.is_file() and not path.is_symlink():
+            path.write_bytes(path.read_bytes().replace(bytes(venv), VENV.encode()))
 
 
 def pip(command: list[str]) -> None:
@@ -74,13 +82,19 @@ def project_files() -> list[str]:
     return sorted({name for name in listed.split("\0") if name and (PROJECT / name).is_file()})
 
 
-def write_disk(disk: Path, wheel_dir: Path, vmlinux: Path, base: Path | None = None) -> None:
-    """Fill the delivery disk; the guest unpacks it over its root."""
+def write_disk(disk: Path, wheel_dir: Path, vmlinux: Path, base: Path | None = None, venv: bool = True) -> None:
+    """Fill the delivery disk; the guest unpacks it over its root.
+
+    With `venv`, dependencies are in the environment already, as when an older version is installed: making and filling
+    it takes the guest minutes. The project is never in it.
+    """
     with tarfile.open(disk, "w", format=tarfile.PAX_FORMAT) as tar:
         for name in project_files():
             tar.add(PROJECT / name, f"srv/project/{name}", filter=owned_by_root)
         tar.add(wheel_dir / "wheels", "srv/wheels", filter=owned_by_root)
         tar.add(wheel_dir / "site", "srv/lab-site", filter=owned_by_root)
+        if venv:
+            tar.add(wheel_dir / "venv", VENV.lstrip("/"), filter=owned_by_root)
         tar.add(vmlinux, "srv/vmlinux", filter=owned_by_root)
         if base:
             tar.add(base, "srv/base.tar", filter=owned_by_root)
@@ -99,10 +113,24 @@ def pad_to_sector(disk: Path) -> None:
 
 
 def read_disk(disk: Path, into: Path) -> list[str]:
-    """Unpack what the guest wrote; the names. The guest is ours, yet a test in it is not trusted with our paths."""
+    """Unpack the regular files that the guest wrote; their names.
+
+    The guest is ours, yet a test in it is not trusted with our paths. (Debian 12's tarfile has no filters yet.)
+    """
+    names: list[str] = []
     try:
-        with disk.open("rb") as raw, tarfile.open(fileobj=io.BufferedReader(raw), mode="r|") as tar:
-            tar.extractall(into, filter="data")
+        with disk.open("rb") as raw, tarfile.open(fileobj=raw, mode="r|") as tar:
+            for member in tar:
+                content = tar.extractfile(member) if member.isreg() else None
+                if content is None:
+                    continue
+                if member.name.startswith("/") or ".." in Path(member.name).parts:
+                    raise LabError(f"the guest's results hold a file outside their directory: {member.name}")
+                target = into / member.name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with target.open("wb") as file:
+                    shutil.copyfileobj(content, file)
+                names.append(str(Path(member.name)))
     except tarfile.ReadError as error:
         raise LabError("the guest wrote no results") from error
-    return sorted(str(path.relative_to(into)) for path in into.rglob("*") if path.is_file())
+    return sorted(names)

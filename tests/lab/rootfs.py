@@ -72,7 +72,7 @@ def rootfs(progress: Progress) -> Path:
 
     def make(work: Path) -> None:
         progress(f"lab: making a Debian {suite} root file system; a minute or two, once")
-        tree = work / "tree"
+        tree = work / "rootfs"
         debootstrap(suite, tree)
         furnish(tree)
         pack(tree, work / "root.ext4")

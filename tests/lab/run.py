@@ -87,7 +87,7 @@ def lab(options: argparse.Namespace, scratch: Path) -> int:
     started = time.monotonic()
     image, vmlinux, wheel_dir, base = rootfs(say), kernel(), wheels(say), base_tar(say)
     delivery = scratch / "delivery.tar"
-    write_disk(delivery, wheel_dir, vmlinux, base)
+    write_disk(delivery, wheel_dir, vmlinux, base, venv=not options.fresh)
     step("kernel, root and delivery are ready", started)
     with LabVM(vmlinux, image, OUT / "console.log", delivery) as vm:
         say(f"lab: Linux {vm.release} with systemd answered {vm.boot_s:.1f} s after power-on")
@@ -114,6 +114,7 @@ def lab(options: argparse.Namespace, scratch: Path) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run the lab tests in a VM.")
     parser.add_argument("--no-install", action="store_true", help="test the host features alone, without the project")
+    parser.add_argument("--fresh", action="store_true", help="install on a bare system, making the environment there")
     parser.add_argument("--exec", metavar="LINE", help="run this shell line in the guest instead of the tests")
     parser.add_argument("pytest", nargs="*", help="arguments for pytest (default: tests/lab), after --")
     options = parser.parse_args()

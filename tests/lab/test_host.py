@@ -193,7 +193,9 @@ def test_btrfs_in_a_loop_file_limits_a_subvolume(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "option"), [("mkfs.xfs -q", "pquota"), ("mkfs.ext4 -q -O project,quota", "prjquota")], ids=["xfs", "ext4"]
+    ("make", "option"),
+    [("mkfs.xfs -q", "prjquota"), ("mkfs.ext4 -q -O project,quota", "prjquota")],
+    ids=["xfs", "ext4"],
 )
 def test_project_quota_can_be_mounted(tmp_path: Path, make: str, option: str) -> None:
     image, target = tmp_path / "disk", tmp_path / "mnt"

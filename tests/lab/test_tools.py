@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import os
+import tarfile
 from pathlib import Path
 
 import pytest
 from apt import backports_of
 from cache import LabError, key_of, product
 from delivery import read_disk, requirements
-from kernel import FRAGMENT, lost_options
+from kernel import FRAGMENT, build, lost_options
 
 pytestmark = pytest.mark.lab
 
@@ -108,8 +110,68 @@ def test_requirements_are_the_projects_own(tmp_path: Path) -> None:
     assert requirements(pyproject) == (["msgspec>=1", "setuptools", "systemd-python", "wheel"], ["pytest>=8"])
 
 
+def results_disk(tmp_path: Path, *names: str) -> Path:
+    disk = tmp_path / "disk"
+    with tarfile.open(disk, "w") as tar:
+        for name in names:
+            info = tarfile.TarInfo(name)
+            info.size = 3
+            tar.addfile(info, io.BytesIO(b"yes"))
+    return disk
+
+
+def test_results_come_out(tmp_path: Path) -> None:
+    disk = results_disk(tmp_path, "./junit.xml", "./deep/er/file")
+    with disk.open("ab") as file:
+        file.truncate(1 << 20)  # a disk is longer than what is written on it
+    assert read_disk(disk, tmp_path / "out") == ["deep/er/file", "junit.xml"]
+    assert (tmp_path / "out/deep/er/file").read_text() == "yes"
+
+
+@pytest.mark.parametrize("name", ["../up", "/abs", "a/../../up"])
+def test_results_stay_in_their_directory(tmp_path: Path, name: str) -> None:
+    with pytest.raises(LabError, match="outside"):
+        read_disk(results_disk(tmp_path, name), tmp_path / "out")
+    assert not (tmp_path / "up").exists()
+
+
 def test_an_empty_results_disk_is_an_error(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.write_bytes(b"\x01" * 4096)
     with pytest.raises(LabError):
         read_disk(disk, tmp_path / "out")
+
+
+FAKE_MAKE = """\
+#!/bin/sh
+# make -C TREE TARGET…: what the kernel's own would leave behind
+case "$4$3" in
+    *vmlinux*) echo image > "$2/vmlinux" ;;
+    *olddefconfig*) sed -i /CONFIG_NOT_HERE/d "$2/.config" ;;
+    *) echo CONFIG_Z=y > "$2/.config" ;;
+esac
+"""
+
+
+@pytest.fixture
+def kernel_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> Path:
+    tool = tmp_path / "bin/make"
+    tool.parent.mkdir()
+    tool.write_text(FAKE_MAKE)
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+    tree = tmp_path / "out/tree"
+    tree.mkdir(parents=True)
+    return tree
+
+
+def test_a_built_kernel_leaves_its_image_and_configuration_alone(kernel_tree: Path) -> None:
+    build(kernel_tree, "CONFIG_A=y\n", kernel_tree.parent)
+    assert sorted(path.name for path in kernel_tree.parent.iterdir()) == ["config", "vmlinux"]
+    assert (kernel_tree.parent / "config").read_text() == "CONFIG_Z=y\nCONFIG_A=y\n"
+
+
+def test_a_kernel_that_lost_an_option_is_not_built(kernel_tree: Path) -> None:
+    with pytest.raises(LabError, match="lost CONFIG_NOT_HERE=y:"):
+        build(kernel_tree, "CONFIG_A=y\nCONFIG_NOT_HERE=y\n", kernel_tree.parent)
+    assert not (kernel_tree.parent / "vmlinux").exists()

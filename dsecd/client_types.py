@@ -1,0 +1,99 @@
+"""What callers of the SDK give and get: the arguments of a sandbox, the result of a command."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dsecd.wire import execs
+from dsecd.wire import sandbox as wire
+
+
+@dataclass(kw_only=True)
+class DSecContainerRunArgs:
+    """What `run_container` starts. Sizes in MiB, times in seconds.
+
+    container_image: base image; workspace and toolkits are layers above it. ttl_running_stop: stop after so long
+    without a running command. lease_s: stop when this process is gone for so long (the SDK renews it).
+    """
+
+    container_image: str
+    workspace: str | None = None
+    toolkits: list[str] = field(default_factory=list)
+    memory_limit_mb: int = 1024
+    cpu_cores_limit: float = 1.0
+    disk_limit_mb: int = 4096
+    pids_limit: int = 512
+    ttl_running_stop: float | None = None
+    ttl_total: float | None = None
+    lease_s: float | None = None
+    network_rules: dict[str, bool] = field(default_factory=dict)
+    init_user: str | None = None
+    env: dict[str, str] = field(default_factory=dict)
+    workdir: str | None = None
+    hostname: str | None = None
+    name: str | None = None
+    labels: dict[str, str] = field(default_factory=dict)
+    owner: str = ""
+    on_expiry: wire.OnExpiry = "stop"
+
+    def spec(self) -> wire.Spec:
+        """As the wire has it."""
+        return wire.Spec(
+            image=self.container_image, workspace=self.workspace, toolkits=self.toolkits, cpu=self.cpu_cores_limit,
+            memory_mb=self.memory_limit_mb, disk_mb=self.disk_limit_mb, pids=self.pids_limit,
+            network_rules=self.network_rules, env=self.env, workdir=self.workdir, user=self.init_user,
+            hostname=self.hostname, name=self.name, labels=self.labels, owner=self.owner,
+            ttl_idle_s=self.ttl_running_stop, ttl_total_s=self.ttl_total, on_expiry=self.on_expiry,
+            lease_s=self.lease_s,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecResult:
+    """How a command ended. `stdout` and `stderr` are text that never fails to decode; `*_bytes` are exact.
+
+    exit_code is 128+n when signal n ended it. truncated: output went over the cap, `*_dropped` bytes are missing behind
+    the first `*_head`. oom, pids_limit, disk_full: the sandbox hit that limit meanwhile.
+    """
+
+    exit_code: int
+    stdout_bytes: bytes
+    stderr_bytes: bytes
+    timed_out: bool
+    oom: bool
+    pids_limit: bool
+    disk_full: bool
+    stdout_dropped: int
+    stderr_dropped: int
+    stdout_head: int
+    stderr_head: int
+    queued_ms: float
+    ran_ms: float
+    cpu_ms: float
+    replayed: bool
+    exec_id: str
+
+    @property
+    def stdout(self) -> str:
+        return self.stdout_bytes.decode("utf-8", "replace")
+
+    @property
+    def stderr(self) -> str:
+        return self.stderr_bytes.decode("utf-8", "replace")
+
+    @property
+    def truncated(self) -> bool:
+        return bool(self.stdout_dropped or self.stderr_dropped)
+
+    @property
+    def ok(self) -> bool:
+        return self.exit_code == 0 and not self.timed_out
+
+
+def result_of(ran: execs.Ran) -> ExecResult:
+    return ExecResult(
+        exit_code=ran.exit_code, stdout_bytes=ran.stdout, stderr_bytes=ran.stderr, timed_out=ran.timed_out,
+        oom=ran.oom, pids_limit=ran.pids_limit, disk_full=ran.disk_full, stdout_dropped=ran.stdout_dropped,
+        stderr_dropped=ran.stderr_dropped, stdout_head=ran.stdout_head, stderr_head=ran.stderr_head,
+        queued_ms=ran.queued_ms, ran_ms=ran.ran_ms, cpu_ms=ran.cpu_ms, replayed=ran.replayed, exec_id=ran.exec_id,
+    )  # fmt: skip
