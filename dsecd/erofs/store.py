@@ -181,7 +181,9 @@ class ImageStore:
             self._seal(manifest)
 
     def _stamp(self, manifest: Manifest) -> bytes:
-        paths = [self.meta_path(manifest)] + [self.data_path(manifest)] * (manifest.store == LOCAL)
+        paths = [self.meta_path(manifest)]
+        if manifest.store == LOCAL:
+            paths.append(self.data_path(manifest))
         found = [path.stat() for path in paths]
         return msgspec.json.encode([(st.st_ino, st.st_size, st.st_mtime_ns) for st in found])
 
