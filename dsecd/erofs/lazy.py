@@ -123,7 +123,7 @@ class FanotifyDriver(Driver):
 
 
 class _Answering(threading.Thread):
-    """Answers the probe's own reads. Whatever happens, `end` closes the group, and then nobody waits."""
+    """Answers the probe's own reads. However it ends, the group is closed, and then nobody waits."""
 
     def __init__(self, group: int, fill: int, content: bytes) -> None:
         super().__init__(name="probe", daemon=True)
@@ -133,19 +133,25 @@ class _Answering(threading.Thread):
         self.start()
 
     def run(self) -> None:
+        try:
+            poll = select.poll()
+            poll.register(self._group, select.POLLIN)
+            while not self._ended:
+                if poll.poll(20):
+                    self._answer()
+        finally:
+            os.close(self._group)
+
+    def _answer(self) -> None:
         event = bytearray(64)
-        while not self._ended:
-            if not select.select([self._group], [], [], 0.02)[0]:
-                continue
-            with contextlib.suppress(BlockingIOError):
-                os.readv(self._group, [event])
-                asked = fan.parse(event)
-                self.asked += 1
-                os.pwrite(self._fill, self._content[asked.offset : asked.offset + asked.length], asked.offset)
-                fan.answer(self._group, asked.fd)
-                os.close(asked.fd)
+        with contextlib.suppress(BlockingIOError):
+            os.readv(self._group, [event])
+            asked = fan.parse(event)
+            self.asked += 1
+            os.pwrite(self._fill, self._content[asked.offset : asked.offset + asked.length], asked.offset)
+            fan.answer(self._group, asked.fd)
+            os.close(asked.fd)
 
     def end(self) -> None:
         self._ended = True
         self.join()
-        os.close(self._group)

@@ -128,7 +128,9 @@ def test_event_that_was_read_and_not_named(world: World) -> None:
         path = first.watch(watched(world, one), resume=False)
     mount_erofs(str(world.images.meta_path(image)), [str(path)], target)
     reader = subprocess.Popen(["cat", target / "a"], stdout=subprocess.PIPE)
-    assert select.select([first.group], [], [], 5)[0]
+    poll = select.poll()
+    poll.register(first.group, select.POLLIN)
+    assert poll.poll(5000)
     with first._lock:
         found = first._journal.read(first.group)
     assert found is not None

@@ -24,6 +24,7 @@ from typing import Final
 
 import msgspec
 
+from dsecd.erofs.pages import fan
 from dsecd.erofs.pages.control import Control
 from dsecd.erofs.pages.model import GROUP_NAME, SOCKET, PagesConfig
 from dsecd.erofs.pages.server import PageServer
@@ -134,7 +135,7 @@ def _adapt_process() -> None:
 def _lock(path: Path):  # type: ignore[no-untyped-def]
     """One server for one run directory."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fd = _moved_up(fd)
+    fd = fan.out_of_the_way(fd)
     until = time.monotonic() + LOCK_WAIT_S
     try:
         while True:
@@ -148,13 +149,6 @@ def _lock(path: Path):  # type: ignore[no-untyped-def]
         yield
     finally:
         os.close(fd)
-
-
-def _moved_up(fd: int) -> int:
-    """Low numbers belong to events: an unanswered one's must be free to be taken again (`PageServer._reserve`)."""
-    high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 512)
-    os.close(fd)
-    return high
 
 
 if __name__ == "__main__":

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import re
+import resource
 import struct
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -93,6 +95,15 @@ def answer(group: int, fd: int, error: int = 0) -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+def out_of_the_way(fd: int) -> int:
+    """Move a descriptor to the top of the table. Low numbers belong to events: that of an unanswered one must be free
+    for the next server to take (`PageServer._reserve`)."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, min(soft, 1 << 16) - 64)
+    os.close(fd)
+    return high
 
 
 def _error(call: str) -> OSError:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import secrets
@@ -45,7 +44,6 @@ STOP_S: Final = 2.0
 TICK_S: Final = 0.1
 SAVE_S: Final = 5.0
 RELEASE_S: Final = 2.0  # how long `unwatch` waits for a mount that was just unmounted to let go of the file
-HIGH: Final = 512  # the group's descriptor is moved up here, out of the way of events' numbers
 
 
 class PageServer:
@@ -61,8 +59,7 @@ class PageServer:
         self._by_ino: dict[int, File] = {}
         self._journal = Journal(config.run / "journal")
         first = group if group is not None else fan.new_group()
-        self.group = fcntl.fcntl(first, fcntl.F_DUPFD_CLOEXEC, HIGH)
-        os.close(first)
+        self.group = fan.out_of_the_way(first)
         self._owed = self._reserve()  # before anything else is opened
         self.generation = self._generation()
         self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -205,7 +202,7 @@ class PageServer:
             with contextlib.suppress(BlockingIOError):
                 while not self._stopping:
                     with self._lock:
-                        found = self._journal.read(self.group)
+                        found = self._next()
                     if found is None:
                         time.sleep(0.01)  # a thousand readers wait: the next ones do so in the kernel's queue
                         break
@@ -215,6 +212,15 @@ class PageServer:
                     except OSError as exc:
                         log.warning("an event could not be handled: %s", exc)
                     self._event_s += time.perf_counter() - began
+
+    def _next(self) -> tuple[int, fan.Event] | None:
+        try:
+            return self._journal.read(self.group)
+        except BlockingIOError:
+            raise
+        except OSError as exc:  # no descriptor for it: the kernel has refused that read, and the next may do better
+            log.error("an event could not be read: %s", exc.strerror)
+            return None
 
     def _event(self, slot: int, event: fan.Event, own: int) -> None:
         read = Read(None, event.fd, slot, self._deadline())
@@ -397,11 +403,8 @@ class PageServer:
         return file.cached.path
 
     def _lost(self, file: File, image: str) -> bool:
-        if image in file.lost:
-            return True
-        if image in file.watched:
-            return False
-        return not file.marked and not file.cached.complete and not file.watched and file.cached.in_use()
+        """Whether a mount that is there may have read holes, or reads from a file that is none of ours any more."""
+        return image in file.lost or not (file.marked or file.cached.complete) or not file.cached.in_use()
 
     def _new(self, watched: Watched) -> File:
         sums = Path(watched.sums).read_bytes()
