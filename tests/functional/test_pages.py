@@ -138,7 +138,7 @@ def test_event_that_was_read_and_not_named(world: World) -> None:
     again = os.dup(first.group)
     for fd in (first.group, first._wake_r, first._wake_w):
         os.close(fd)
-    for file in first._files.values():
+    for file in first._table.all():
         file.cached.close()
     second = PageServer(world.config, stores, again)
     try:

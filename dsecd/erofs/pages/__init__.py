@@ -2,8 +2,8 @@
 
 `fan` speaks fanotify, `journal` remembers whose reads are unanswered, `cachefile` is one sparse file and what it
 holds, `chunks` brings what is missing, `evict` takes away what nobody reads, `trace` learns what an image's runs read,
-`server` ties them together and `control` puts a socket before it (`model` has its messages). `client` is the daemon's
-end: it starts the process, keeps a copy of its fanotify group, and starts it again.
+`table` keeps the files, `server` ties all together and `control` puts a socket before it (`model` has its messages).
+`client` is the daemon's end: it starts the process, keeps a copy of its fanotify group, and starts it again.
 
     reader ── read(2) ──> EROFS ──> cache/<hex>.data (sparse, marked)
                                         │ pre-content event: the reader waits in the kernel

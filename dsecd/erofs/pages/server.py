@@ -23,19 +23,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
 from dsecd.erofs.model import CHUNK
 from dsecd.erofs.pages import fan
-from dsecd.erofs.pages.cachefile import CacheFile
 from dsecd.erofs.pages.chunks import FAULT, Fetcher, File, Read
 from dsecd.erofs.pages.evict import Evictor
 from dsecd.erofs.pages.journal import Journal, Pending
 from dsecd.erofs.pages.model import ImageStats, PagesConfig, Stats, Trouble, Watched
+from dsecd.erofs.pages.table import Table
 from dsecd.erofs.pages.trace import Trace
 from dsecd.erofs.stores import BlobStore
 from dsecd.erofs.tar import bad
-from dsecd.errors import DsecError
 
 log: Final = logging.getLogger(__name__)
 
@@ -54,9 +51,6 @@ class PageServer:
         self.inherited = group is not None
         self._stores = stores
         self._lock = threading.Condition()
-        self._table = threading.Lock()  # over a file's coming and going, which is I/O; taken before the other
-        self._files: dict[str, File] = {}
-        self._by_ino: dict[int, File] = {}
         self._journal = Journal(config.run / "journal")
         first = group if group is not None else fan.new_group()
         self.group = fan.out_of_the_way(first)
@@ -67,8 +61,14 @@ class PageServer:
             self._lock, finish=self._finish, make_room=lambda size: self._evictor.make_room(size),
             prefetch_workers=max(1, config.workers // 4),
         )  # fmt: skip
+        self._table = Table(config, self._lock, self._fetcher)
         self._evictor = Evictor(
-            self._lock, self._files, self._fetcher, bound=config.cache_bytes, settle_s=config.settle_s, mark=self._mark
+            self._lock,
+            self._table.files,
+            self._fetcher,
+            bound=config.cache_bytes,
+            settle_s=config.settle_s,
+            mark=self._mark,
         )
         self._reads: dict[Read, None] = {}
         self._threads: list[threading.Thread] = []
@@ -79,7 +79,7 @@ class PageServer:
     # -- life ----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        self._load()
+        self._table.load()
         self._restore()
         for pending in self._owed:
             self._answer_for_the_dead(pending)
@@ -99,7 +99,7 @@ class PageServer:
         until = time.monotonic() + STOP_S
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))  # one may hang in its store; it holds nothing of ours
-        for file in self._files.values():
+        for file in self._table.all():
             file.cached.save()
             file.cached.close()
         for store in self._stores.values():
@@ -131,38 +131,14 @@ class PageServer:
         path.write_text(name)
         return name
 
-    def _load(self) -> None:
-        """Every file of the cache, watched or not: it may be evicted, and its chunks may be another's too."""
-        for path in sorted(self.config.cache.glob("*.sums")):
-            try:
-                cached = CacheFile(self.config.cache, self.config.run, path.stem, path.read_bytes())
-                self._add(cached, os.fstat(cached.fd).st_size)
-            except (DsecError, OSError) as exc:  # found again, or made anew, when its image is watched
-                log.warning("%s: %s, ignoring", path, exc)
-
-    def _add(self, cached: CacheFile, size: int) -> File:
-        try:
-            cached.open(size)
-        except (DsecError, OSError):
-            cached.close()
-            raise
-        file = File(cached)
-        with self._lock:
-            self._files[cached.hex] = file
-            self._by_ino[cached.ino] = file
-            for chunk in range(cached.chunks):
-                if chunk in cached:
-                    self._fetcher.known.setdefault(cached.sum(chunk), (file, chunk))
-        return file
-
     def _restore(self) -> None:
         """What an earlier server watched. Its marks are still there, unless the group was lost."""
         marked = fan.marked(self.group)
-        for every in self._files.values():
+        for every in self._table.all():
             every.marked = every.cached.ino in marked
             every.marked_at = time.monotonic()
-        for note in self._notes():
-            file = self._files.get(note.watched.hex)
+        for note in self._table.notes():
+            file = self._table.files.get(note.watched.hex)
             if file is None:
                 continue
             self._attach(file, note.watched)
@@ -174,8 +150,8 @@ class PageServer:
 
     def _answer_for_the_dead(self, pending: Pending) -> None:
         """An event that a server read and did not live to answer. Its number is all that is needed."""
-        named = self._by_ino.get(pending.ino)
-        files = [named] if named is not None else [file for file in self._files.values() if file.marked]
+        named = self._table.by_ino.get(pending.ino)
+        files = [named] if named is not None else [file for file in self._table.all() if file.marked]
         read = Read(files[0] if files else None, pending.event.fd, pending.slot, self._deadline())
         with self._lock:
             read.missing = 1  # so that it is not done before all are asked for
@@ -230,7 +206,7 @@ class PageServer:
         ino = os.fstat(event.fd).st_ino
         with self._lock:
             self._journal.name(slot, ino)
-            file = self._by_ino.get(ino)
+            file = self._table.by_ino.get(ino)
             read.file = file
             self._events += 1
             if file is not None:
@@ -310,7 +286,7 @@ class PageServer:
                     kind = before.kind if before else "image"
                     read.file.trouble = Trouble((before.denied if before else 0) + 1, kind, why, time.time())
             self._fetcher.wake_rested(now)
-            for file in self._files.values():
+            for file in self._table.all():
                 if len(file.denied) > 1024:
                     file.denied.clear()
         for read in late:
@@ -320,13 +296,13 @@ class PageServer:
 
     def _unmark_complete(self) -> None:
         """A complete file needs no events, and they cost. Not before the mount has opened it: see `File.latched`."""
-        for file in list(self._files.values()):
+        for file in self._table.all():
             with self._lock:
                 fit = file.marked and file.mounted and file.cached.complete and self._within_bound()
                 if fit:
                     fan.unmark(self.group, file.cached.path)
                     file.marked = False
-        for file in list(self._files.values()):
+        for file in self._table.all():
             if file.marked and not file.watched:
                 self._release(file)
 
@@ -346,12 +322,12 @@ class PageServer:
         return True
 
     def _save(self) -> None:
-        for file in list(self._files.values()):
+        for file in self._table.all():
             with contextlib.suppress(OSError):  # a full disk: the map says less than is there
                 file.cached.save()
             for trace in list(file.traces.values()):
                 self._save_trace(trace)
-            self._forget_if_empty(file)
+            self._table.forget_if_empty(file)
 
     def _save_trace(self, trace: Trace) -> None:
         with self._lock:
@@ -359,26 +335,12 @@ class PageServer:
         if kept is not None:
             trace.save(kept)
 
-    def _forget_if_empty(self, file: File) -> None:
-        with self._table, self._lock:
-            if file.watched or file.marked or file.claims or file.wanted or file.cached.count or file.cached.in_use():
-                return
-            del self._files[file.cached.hex], self._by_ino[file.cached.ino]
-            self._fetcher.forget(file)
-            file.cached.remove()
-
     # -- requests ------------------------------------------------------------------------------------------------
 
     def watch(self, watched: Watched, *, resume: bool) -> Path:
         """Mark the file of an image, and the path to mount. OSError: not on this file system."""
-        with self._table:
-            file = self._files.get(watched.hex) or self._new(watched)
-            file.claims += 1
-        try:
+        with self._table.claimed(watched) as file:
             return self._watch(file, watched, resume)
-        finally:
-            with self._table:
-                file.claims -= 1
 
     def _watch(self, file: File, watched: Watched, resume: bool) -> Path:
         if file.cached.size != watched.data_size and not (file.watched or file.marked or file.cached.in_use()):
@@ -389,7 +351,7 @@ class PageServer:
             raise bad(f"image {watched.image}: the page server was lost, and reads may have seen holes instead of data")
         with self._lock:
             self._attach(file, watched)
-            self._note()  # before the mark: whoever comes after us must know what is marked
+            self._table.note()  # before the mark: whoever comes after us must know what is marked
             if resume:
                 file.mounted = True
                 file.unlatched |= not file.marked and not file.latched
@@ -406,14 +368,6 @@ class PageServer:
         """Whether a mount that is there may have read holes, or reads from a file that is none of ours any more."""
         return image in file.lost or not (file.marked or file.cached.complete) or not file.cached.in_use()
 
-    def _new(self, watched: Watched) -> File:
-        sums = Path(watched.sums).read_bytes()
-        kept = self.config.cache / f"{watched.hex}.sums"
-        kept.with_suffix(".new").write_bytes(sums)
-        kept.with_suffix(".new").rename(kept)  # before the file it is about: a file without sums is nobody's
-        cached = CacheFile(self.config.cache, self.config.run, watched.hex, sums)
-        return self._add(cached, watched.data_size)
-
     def _attach(self, file: File, watched: Watched) -> None:
         file.watched[watched.image] = watched
         file.store, file.blob = self._stores.get(watched.store), watched.blob
@@ -426,20 +380,20 @@ class PageServer:
         file.marked, file.marked_at = True, time.monotonic()
 
     def mounted(self, image: str) -> None:
-        for file in self._of(image):
+        for file in self._table.of(image):
             with self._lock:
                 file.mounted, file.latched = True, file.marked and not file.unlatched
-                self._note()
+                self._table.note()
 
     def unwatch(self, image: str) -> bool:
         """True: the file is free. False: somebody still has it open; it stays marked until nobody has."""
         free = True
-        for file in self._of(image):
+        for file in self._table.of(image):
             with self._lock:
                 trace = file.traces.pop(image)
                 del file.watched[image]
                 file.lost.discard(image)
-                self._note()
+                self._table.note()
             self._save_trace(trace)
             if not file.watched:
                 file.cached.save()
@@ -449,13 +403,13 @@ class PageServer:
         return free
 
     def retain(self, images: frozenset[str]) -> None:
-        for note in self._notes():
+        for note in self._table.notes():
             if note.watched.image not in images:
                 self.unwatch(note.watched.image)
 
     def idle(self) -> bool:
         with self._lock:
-            return not self._reads and not any(file.watched or file.marked for file in self._files.values())
+            return not self._reads and not any(file.watched or file.marked for file in self._table.all())
 
     def stats(self) -> Stats:
         with self._lock:
@@ -465,7 +419,7 @@ class PageServer:
                     waiting=sum(read.file is file for read in self._reads), complete=file.cached.complete,
                     lost=image in file.lost, trouble=file.trouble,
                 )
-                for file in self._files.values() for image in file.watched
+                for file in self._table.all() for image in file.watched
             )  # fmt: skip
             return Stats(
                 pid=os.getpid(), generation=self.generation, inherited=self.inherited, events=self._events,
@@ -475,32 +429,3 @@ class PageServer:
                 event_us=round(1e6 * self._event_s / self._events, 1) if self._events else 0.0,
                 cached_bytes=self._evictor.used(), cache_bytes=self.config.cache_bytes, images=images,
             )  # fmt: skip
-
-    # -- notes ---------------------------------------------------------------------------------------------------
-
-    def _of(self, image: str) -> list[File]:
-        return [file for file in self._files.values() if image in file.watched]
-
-    def _note(self) -> None:
-        notes = [
-            Note(watched, file.latched, file.mounted)
-            for file in self._files.values()
-            for watched in file.watched.values()
-        ]
-        new = self.config.run / "watched.json.new"
-        new.write_bytes(msgspec.json.encode(notes))
-        new.rename(self.config.run / "watched.json")
-
-    def _notes(self) -> list[Note]:
-        try:
-            return msgspec.json.decode((self.config.run / "watched.json").read_bytes(), type=list[Note])
-        except (FileNotFoundError, msgspec.DecodeError):
-            return []
-
-
-class Note(msgspec.Struct, frozen=True):
-    """What a later server must know of a watched image."""
-
-    watched: Watched
-    latched: bool
-    mounted: bool
