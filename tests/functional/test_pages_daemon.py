@@ -157,3 +157,18 @@ async def test_store_goes_away(lazy: LazyDaemon) -> None:
         assert (await sandbox.exec(["python3", "-c", PROBE])).stdout.strip() == "ok"
         await sandbox.stop()
     assert "image_error" in lazy.tail()
+
+
+@asynchronous
+async def test_start_while_the_store_is_away(lazy: LazyDaemon) -> None:
+    """It starts, as nothing of the image is needed for that, or fails as the platform's fault; then all is well."""
+    away = lazy.far.with_name("away")
+    lazy.far.rename(away)
+    async with lazy.client() as client:
+        with pytest.raises(DsecError) as caught:
+            sandbox = await launch(client)
+            await sandbox.exec(["python3", "-c", PROBE])
+        assert caught.value.kind == "image" and caught.value.infra
+        away.rename(lazy.far)
+        sandbox = await launch(client)
+        assert (await sandbox.exec(["python3", "-c", PROBE])).stdout.strip() == "ok"
