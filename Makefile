@@ -88,7 +88,7 @@ install: native ## Install for systemd: PREFIX=/usr
 	        apparmor_parser -r /etc/apparmor.d/dsec-sandbox; fi; fi
 
 uninstall: ## Remove what install put there; state below /var/lib/dsecd stays
-	-systemctl disable --now dsecd.service dsecd.socket dsecd-sandboxes.service
+	-systemctl disable --now dsecd.service dsecd.socket dsecd-sandboxes.service dsecd-images.service
 	rm -rf $(LIB) $(PREFIX)/bin/dsecd $(PREFIX)/bin/dsecctl /etc/apparmor.d/dsec-sandbox
 	rm -f $(addprefix $(PREFIX)/lib/systemd/system/,$(notdir $(wildcard systemd/*.service systemd/*.socket systemd/*.slice)))
 	rm -f $(PREFIX)/lib/sysusers.d/dsecd.conf $(PREFIX)/lib/tmpfiles.d/dsecd.conf

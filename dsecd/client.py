@@ -195,6 +195,21 @@ class DSecClient:
         pending = self.peer.start("image.bootstrap", params, notified=_on_progress(progress))
         return cast(image_wire.Image, await self.peer.finish(pending))
 
+    async def collapse_images(self, params: image_wire.Collapse, progress: Any = None) -> image_wire.Image:
+        """Merge layers into one image, offline; they stay."""
+        pending = self.peer.start("image.collapse", params, notified=_on_progress(progress))
+        return cast(image_wire.Image, await self.peer.finish(pending))
+
+    async def push_image(self, params: image_wire.Push, progress: Any = None) -> image_wire.Pushed:
+        """Bring an image to a registry."""
+        pending = self.peer.start("image.push", params, notified=_on_progress(progress))
+        return cast(image_wire.Pushed, await self.peer.finish(pending))
+
+    async def pull_image(self, params: image_wire.Pull, progress: Any = None) -> image_wire.Image:
+        """Get an image that was pushed, with its data or lazily."""
+        pending = self.peer.start("image.pull", params, notified=_on_progress(progress))
+        return cast(image_wire.Image, await self.peer.finish(pending))
+
     async def pour(self, pending: Pending, stream: AsyncIterator[bytes]) -> None:
         """Send a stream under the server's credit. When the call ends early, its own error is what counts."""
         assert pending.outflow is not None

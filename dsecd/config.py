@@ -16,7 +16,9 @@ from typing import Annotated, Any, Final, Literal, get_args, get_type_hints
 import msgspec
 from msgspec import Meta, Struct
 
+from dsecd import storeconfig
 from dsecd.errors import DsecError
+from dsecd.storeconfig import StoreConfig as StoreConfig
 
 Level = Literal["debug", "info", "warning", "error"]
 DiskDriver = Literal["auto", "btrfs", "prjquota", "loop-btrfs"]
@@ -60,6 +62,16 @@ class Config(Struct, kw_only=True, forbid_unknown_fields=True):
     ] = 0
     image_linger_s: Annotated[float, doc("Seconds an unused image stays mounted.", ge=0, le=86400)] = 30.0
     image_max_mb: Annotated[int, doc("Largest image, unpacked, in MiB.", ge=1, le=1 << 26)] = 65_536
+    image_cache_mb: Annotated[
+        int, doc("Local cache of images that are filled on demand, in MiB; what was just read may exceed it.", ge=64)
+    ] = 65_536
+    image_read_timeout_s: Annotated[
+        float, doc("Seconds a read waits for an image's store before it fails with EIO.", ge=1, le=3600)
+    ] = 30.0
+    stores: Annotated[
+        dict[str, StoreConfig],
+        doc("Where images' data may live besides the local disk: [stores.NAME], see `dsecd.storeconfig`."),
+    ] = {}
     insecure_registries: Annotated[
         list[str], doc("Registries (host:port) reached over plain HTTP; loopback ones always may be.")
     ] = []
@@ -95,6 +107,9 @@ def load(path: Path) -> Config:
             near = difflib.get_close_matches(key, Config.__struct_fields__, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise DsecError("invalid", f"{path}:{_line(text, key)}: unknown key {key!r}{hint}")
+    if (wrong := storeconfig.wrong(raw.get("stores", {}))) is not None:
+        name, key, what = wrong
+        raise DsecError("invalid", f"{path}:{storeconfig.line_of(text, name, key)}: {what}")
     try:
         config = msgspec.convert(raw, Config)
     except msgspec.ValidationError as exc:
@@ -111,6 +126,8 @@ def documented() -> str:
     """The default configuration as TOML with comments."""
     out = ["# dsecd.toml: every key, with its default.\n"]
     for name, hint in get_type_hints(Config, include_extras=True).items():
+        if name == "stores":
+            continue  # tables come after all plain keys
         meta = next(m for m in get_args(hint) if isinstance(m, Meta))
         bounds = [f"{word} {value}" for word, value in (("at least", meta.ge), ("above", meta.gt), ("at most", meta.le))
                   if value is not None]  # fmt: skip
@@ -120,7 +137,7 @@ def documented() -> str:
         out.append(f"# {meta.description}" + (f" ({', '.join(bounds)})" if bounds else ""))
         default = getattr(Config(), name)
         out.append(f"{name} = {msgspec.json.encode(default).decode()}\n")
-    return "\n".join(out)
+    return "\n".join([*out, storeconfig.documented()])
 
 
 def _line(text: str, key: str) -> int:

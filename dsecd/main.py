@@ -26,7 +26,10 @@ from dsecd.container.cgroup import Cgroups
 from dsecd.container.runtime import Runtime
 from dsecd.container.seccomp import command_filter
 from dsecd.disk import PoolConfig, open_pool
+from dsecd.erofs.claims import host_owner
+from dsecd.erofs.lazy import lazy_drivers
 from dsecd.erofs.mount import MountTable
+from dsecd.erofs.pages.client import Pages, pages_config
 from dsecd.erofs.store import ImageStore
 from dsecd.errors import DsecError
 from dsecd.logs import set_up
@@ -44,6 +47,7 @@ from dsecd.wire.server import Call, Server
 log = logging.getLogger("dsecd")
 
 GHOST_S: Final = 1.0
+HEARTBEAT_S: Final = 6 * 3600.0
 _HERE: Final = Path(__file__).resolve().parents[1]
 
 
@@ -89,6 +93,7 @@ async def _run(config: Config) -> None:
         await replay.trim()
         await _serve(config, manager, replay, listener)
         await backend.mounts.close()
+        await asyncio.to_thread(backend.pages.close)
 
 
 async def _build(config: Config, state: Path, run: Path) -> tuple[Manager, Store, Rooms]:
@@ -98,10 +103,12 @@ async def _build(config: Config, state: Path, run: Path) -> tuple[Manager, Store
     obstacle = cgroups.obstacle()
     if obstacle and Path(runtime.program).name == "crun":
         raise DsecError("unsupported", obstacle)
-    images = ImageStore(state / "images")
+    images = ImageStore(state / "images", stores=config.stores, owner=host_owner(config.tag))
+    pages = Pages(pages_config(config))
     rooms = Rooms(
         images=images,
-        mounts=MountTable(run / "images", images, linger_s=config.image_linger_s),
+        mounts=MountTable(run / "images", images, linger_s=config.image_linger_s, drivers=lazy_drivers(pages)),
+        pages=pages,
         pool=await asyncio.to_thread(
             open_pool, state, PoolConfig(driver=config.disk_driver, size_bytes=config.disk_pool_mb << 20)
         ),
@@ -112,7 +119,14 @@ async def _build(config: Config, state: Path, run: Path) -> tuple[Manager, Store
         cpus=CpuChooser(),
     )
     store = Store(state / "state.db")
-    return Manager(config.tag, rooms, store, Admission(await _capacity(config, rooms))), store, rooms
+    manager = Manager(config.tag, rooms, store, Admission(await _capacity(config, rooms)))
+    loop = asyncio.get_running_loop()
+
+    def on_lost(digests: list[str]) -> None:
+        loop.call_soon_threadsafe(manager.images_lost, digests)
+
+    pages.on_lost = on_lost
+    return manager, store, rooms
 
 
 async def _capacity(config: Config, rooms: Rooms) -> Capacity:
@@ -147,15 +161,24 @@ async def _serve(config: Config, manager: Manager, replay: Replay, listener: soc
         loop.add_signal_handler(number, stop.set)
     log.info("ready: %d sandboxes taken back", manager.admission.count)
     watchdog = loop.create_task(notify.watchdog())
+    beats = loop.create_task(_say_alive(manager.rooms.images))
     notify.ready(f"{manager.admission.count} sandboxes")
     await stop.wait()
     notify.stopping()
     log.info("stopping; sandboxes go on")
     watchdog.cancel()
+    beats.cancel()
     manager.detach()
     await replay.close()
     await server.close()
     await manager.close()
+
+
+async def _say_alive(images: ImageStore) -> None:
+    """Claims on shared stores run out when nobody renews them (dsecd.erofs.claims)."""
+    while True:
+        await asyncio.to_thread(images.heartbeat)
+        await asyncio.sleep(HEARTBEAT_S)
 
 
 # -- the process ------------------------------------------------------------------------------------------------------

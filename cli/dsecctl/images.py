@@ -44,12 +44,13 @@ def image() -> None:
 @click.option("-e", "--env", type=PAIR, multiple=True, help="Variable for commands in it; repeatable.")
 @click.option("-w", "--workdir", metavar="DIR", help="Working directory of commands in it.")
 @click.option("-u", "--user", metavar="USER", help="User of commands in it.")
+@click.option("--store", metavar="STORE", help="Put its data on this store of the daemon's configuration.")
 @click.argument("source")
 @click.argument("name")
 @pass_app
 async def import_(
     app: App, kind: wire.ImageKind, form: str, tag: str | None, prefix: str, env: tuple[tuple[str, str], ...],
-    workdir: str | None, user: str | None, source: str, name: str,
+    workdir: str | None, user: str | None, store: str | None, source: str, name: str,
 ) -> int:  # fmt: skip
     """Make an image called NAME of SOURCE.
 
@@ -62,7 +63,7 @@ async def import_(
         found = open_source(source, form)
         params = wire.Import(
             name=name, kind=kind, format=found.format, reference=found.reference or tag, prefix=prefix,
-            env=dict(env), workdir=workdir, user=user,
+            env=dict(env), workdir=workdir, user=user, store=store,
         )  # fmt: skip
         with ProgressLine(quiet=app.quiet, total=found.total) as line:
             stream = line.counted(found.stream) if found.stream is not None else None
@@ -94,6 +95,74 @@ async def bootstrap(app: App, suite: str | None, include: tuple[str, ...], name:
         with ProgressLine(quiet=app.quiet) as line:
             params = wire.Bootstrap(name=name, suite=suite, include=packages)
             made = await client.bootstrap_image(params, line.update)
+    _made(app, made)
+
+
+@command(
+    "collapse",
+    examples="""
+    dsecctl image collapse --into tools:1 linters:3 editors:2
+    dsecctl image collapse --into app:flat tools:1 app:1 debian:12
+    """,
+)
+@click.option("--into", "name", required=True, metavar="NAME", help="What the new image is called.")
+@click.option("--max-mb", type=click.IntRange(1), default=3072, show_default=True,
+              help="Refuse layers that hold more together.")  # fmt: skip
+@click.option("--store", metavar="STORE", help="Put its data on this store of the daemon's configuration.")
+@click.argument("layers", nargs=-1, required=True, type=IMAGE, metavar="TOP... BOTTOM")
+@pass_app
+async def collapse(app: App, name: str, max_mb: int, store: str | None, layers: tuple[str, ...]) -> None:
+    """Merge layers into one image, which looks like the stack of them.
+
+    Name the topmost first. With a base as the bottom the result is a base; what lies above one keeps what it hides of
+    the layers below. The layers stay.
+    """
+    params = wire.Collapse(name=name, layers=list(layers), max_mb=max_mb, store=store)
+    async with app.client() as client:
+        with ProgressLine(quiet=app.quiet) as line:
+            made = await client.collapse_images(params, line.update)
+    _made(app, made)
+
+
+@command("push", examples="dsecctl image push debian:12 docker://registry.example:5000/team/debian:12")
+@click.argument("ref", type=IMAGE, metavar="IMAGE")
+@click.argument("reference", metavar="docker://HOST[:PORT]/NAME[:TAG]")
+@pass_app
+async def push(app: App, ref: str, reference: str) -> None:
+    """Bring an image to an OCI registry.
+
+    It is an artifact for `image pull`, and no container image. What the registry has already is not sent again.
+    """
+    async with app.client() as client:
+        with ProgressLine(quiet=app.quiet) as line:
+            done = await client.push_image(wire.Push(ref=ref, reference=reference), line.update)
+    if app.json:
+        output.emit(done)
+    else:
+        output.out(done.digest)
+
+
+@command(
+    "pull",
+    examples="""
+    dsecctl image pull docker://registry.example:5000/team/debian:12
+    dsecctl image pull --lazy docker://registry.example:5000/team/debian:12
+    """,
+)
+@click.option("--lazy", is_flag=True, help="Leave its data there, and fetch what is read when it is read.")
+@click.option("--name", metavar="NAME", help="What it is called here.  [default: as it was pushed]")
+@click.option("--store", metavar="STORE", help="Put its data on this store of the daemon's configuration.")
+@click.argument("reference", metavar="docker://HOST[:PORT]/NAME[:TAG]")
+@pass_app
+async def pull(app: App, lazy: bool, name: str | None, store: str | None, reference: str) -> None:
+    """Get an image that `image push` made.
+
+    With --lazy the daemon's configuration must name the repository as a store: [stores.NAME], kind registry.
+    """
+    async with app.client() as client:
+        with ProgressLine(quiet=app.quiet) as line:
+            params = wire.Pull(reference=reference, name=name, lazy=lazy, store=store)
+            made = await client.pull_image(params, line.update)
     _made(app, made)
 
 
@@ -142,7 +211,8 @@ async def show(app: App, ref: str) -> None:
         ("name", one.name or "-"), ("kind", one.kind), ("digest", one.digest), ("source", one.source or "-"),
         ("created", one.created), ("files", str(one.files)), ("metadata", size(one.meta_size)),
         ("data", size(one.data_size)), ("env", " ".join(f"{key}={value}" for key, value in one.env.items()) or "-"),
-        ("workdir", one.workdir or "-"), ("user", one.user or "-"), ("used by", f"{one.used_by} sandboxes"),
+        ("workdir", one.workdir or "-"), ("user", one.user or "-"), ("store", one.store),
+        ("used by", f"{one.used_by} sandboxes"),
     ])  # fmt: skip
 
 
@@ -196,7 +266,7 @@ async def gc(app: App, min_age: float) -> None:
         output.out(f"{len(done.removed)} removed, {size(done.freed_bytes)} freed")
 
 
-for _one in (import_, bootstrap, list_, show, rm, gc):
+for _one in (import_, bootstrap, collapse, push, pull, list_, show, rm, gc):
     image.add_command(_one)
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 from dsecd.config import Config
-from dsecd.erofs.jobs import run_import
+from dsecd.erofs.jobs import run_collapse, run_import, run_pull, run_push
 from dsecd.erofs.model import ImageConfig, ImportJob, Limits, Manifest, Progress
 from dsecd.erofs.mount import MountTable
 from dsecd.erofs.store import ImageStore
@@ -35,7 +36,8 @@ class ImageApi:
         config = ImageConfig(env=params.env, workdir=params.workdir or "", user=params.user or "")
         job = ImportJob(
             kind=params.kind, name=params.name, prefix=params.prefix, config=config,
-            source=params.reference or params.format, origin="registry" if params.format == "registry" else "stream",
+            source=params.reference or params.format, store=params.store or "",
+            origin="registry" if params.format == "registry" else "stream",
             format="auto" if params.format == "registry" else params.format,
             reference=(params.reference or "") if params.format == "registry" else "",
             tag=(params.reference or "") if params.format in ("oci", "docker") else "",
@@ -75,11 +77,31 @@ class ImageApi:
         async with self._slots:
             return self._image(await self._run(call, job, None))
 
-    async def _run(self, call: Call, job: ImportJob, fd: int | None) -> Manifest:
-        def progress(at: Progress) -> None:
-            call.notify("progress", base.Progress(call.id, at.phase, at.done, at.total))
+    async def collapse(self, call: Call, params: wire.Collapse) -> wire.Image:
+        async with self._slots:
+            made = await run_collapse(
+                self._store, params.name, params.layers, max_bytes=params.max_mb << 20, put_on=params.store or "",
+                progress=_teller(call), limits=self._limits,
+            )  # fmt: skip
+        return self._image(made)
 
-        return await run_import(self._store, job, input_fd=fd, progress=progress, limits=self._limits)
+    async def push(self, call: Call, params: wire.Push) -> wire.Pushed:
+        async with self._slots:
+            done = await run_push(
+                self._store, params.ref, params.reference, progress=_teller(call), limits=self._limits
+            )
+        return wire.Pushed(digest=done.digest, sent_bytes=done.sent_bytes)
+
+    async def pull(self, call: Call, params: wire.Pull) -> wire.Image:
+        async with self._slots:
+            made = await run_pull(
+                self._store, params.reference, name=params.name or "", lazy=params.lazy, put_on=params.store or "",
+                progress=_teller(call), limits=self._limits,
+            )  # fmt: skip
+        return self._image(made)
+
+    async def _run(self, call: Call, job: ImportJob, fd: int | None) -> Manifest:
+        return await run_import(self._store, job, input_fd=fd, progress=_teller(call), limits=self._limits)
 
     async def list(self, call: Call, params: wire.ListImages) -> wire.Images:
         found = await asyncio.to_thread(self._store.list)
@@ -104,8 +126,15 @@ class ImageApi:
             names=list(manifest.names), source=manifest.source,
             created=manifest.created, files=manifest.files, meta_size=manifest.meta_size,
             data_size=manifest.data_size, env=config.env, workdir=config.workdir, user=config.user,
-            used_by=len(self._mounts.owners(manifest.digest)),
+            used_by=len(self._mounts.owners(manifest.digest)), store=manifest.store,
         )  # fmt: skip
+
+
+def _teller(call: Call) -> Callable[[Progress], None]:
+    def progress(at: Progress) -> None:
+        call.notify("progress", base.Progress(call.id, at.phase, at.done, at.total))
+
+    return progress
 
 
 def _host_suite() -> str:

@@ -5,48 +5,98 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 
 from msgspec import Struct
 
 from dsecd.erofs import meta
 from dsecd.erofs.blob import DataFile
-from dsecd.erofs.model import CHUNK
+from dsecd.erofs.model import CHUNK, Manifest
+from dsecd.erofs.pages.model import Trouble
 from dsecd.erofs.sys import attach_loop, mount_erofs, umount
 from dsecd.erofs.tar import Entry
 from dsecd.erofs.tree import Tree
 
-DriverName = Literal["file", "loop"]
+DriverName = Literal["file", "fanotify", "loop"]
 
 
-class Driver(Protocol):
+class Source(Struct, frozen=True, kw_only=True):
+    """What is mounted. data: where the data file is, if that is a path of this host. manifest: None in a probe."""
+
+    metadata: Path
+    data: Path | None
+    sums: Path | None = None
+    manifest: Manifest | None = None
+
+
+class Driver:
     """One way. `mount` mounts read-only at an empty directory, or raises OSError and leaves nothing."""
 
     name: DriverName
+    whole = True  # it needs the data file, as a path
 
-    def mount(self, metadata: Path, data: Path, target: Path) -> None: ...
+    def unfit(self, source: Source) -> str:
+        """Why this image is not for this driver; empty: it is."""
+        return "" if source.data is not None else "its data is not on a path of this host"
+
+    def mount(self, source: Source, target: Path) -> None:
+        raise NotImplementedError
+
+    def resume(self, source: Source) -> None:
+        """Go on with a mount of an earlier daemon. DsecError `image`: it must not be used any more."""
+
+    def unmounted(self, digest: str) -> None:
+        """The image is not mounted any more."""
+
+    def trouble(self, digest: str) -> Trouble | None:
+        """Reads of a mounted image that failed, so far."""
+
+    def settle(self, mounted: Collection[str]) -> None:
+        """After a restart: nothing but these images is mounted."""
+
+    def probe(self, files: Path, mounts: Path) -> Probe:
+        """Make a tiny image in `files` (on the store's file system, which matters), mount it, read it back."""
+        metadata, data, content = tiny_image(files)
+        with trying(mounts, self.name) as target:
+            try:
+                self.mount(Source(metadata=metadata, data=data), target)
+            except OSError as e:
+                return Probe(self.name, False, e.strerror or str(e))
+            return read_back(self.name, target, content)
 
 
-class FileDriver:
-    """The kernel reads the image's files itself (EROFS_FS_BACKED_BY_FILE). No device, no cache of its own."""
+class FileDriver(Driver):
+    """The kernel reads the image's files itself (EROFS_FS_BACKED_BY_FILE). No device, no cache of its own.
+
+    indirect: stores whose files are not mounted straight, because nothing checks what is read from them.
+    """
 
     name: DriverName = "file"
 
-    def mount(self, metadata: Path, data: Path, target: Path) -> None:
-        mount_erofs(str(metadata), [str(data)], target)
+    def __init__(self, indirect: Collection[str] = ()) -> None:
+        self._indirect = frozenset(indirect)
+
+    def unfit(self, source: Source) -> str:
+        if source.manifest is not None and source.manifest.store in self._indirect:
+            return f"store {source.manifest.store} is not direct"
+        return super().unfit(source)
+
+    def mount(self, source: Source, target: Path) -> None:
+        mount_erofs(str(source.metadata), [str(source.data)], target)
 
 
-class LoopDriver:
+class LoopDriver(Driver):
     """Two read-only loop devices that vanish with the mount. For kernels without the above, and files on overlayfs."""
 
     name: DriverName = "loop"
 
-    def mount(self, metadata: Path, data: Path, target: Path) -> None:
+    def mount(self, source: Source, target: Path) -> None:
+        assert source.data is not None
         with contextlib.ExitStack() as held:
             devices = []
-            for path in (metadata, data):
+            for path in (source.metadata, source.data):
                 fd, device = attach_loop(path)
                 held.callback(os.close, fd)  # the mount keeps them then, or nobody does and they clear themselves
                 devices.append(device)
@@ -70,32 +120,31 @@ class Probe(Struct, frozen=True):
 
 
 def probe_drivers(files: Path, mounts: Path, drivers: Sequence[Driver] = DRIVERS) -> tuple[Probe, ...]:
-    """Make a tiny image in `files` (on the store's file system, which matters), mount it below `mounts`, read it back.
-
-    Blocks. Whoever owns `mounts` sweeps what a killed probe leaves there.
-    """
-    metadata, data, content = _tiny_image(files)
-    return tuple(_probe(driver, metadata, data, mounts / f"probe-{driver.name}", content) for driver in drivers)
+    """What each can do here. Blocks. Whoever owns `mounts` sweeps what a killed probe leaves there."""
+    return tuple(driver.probe(files, mounts) for driver in drivers)
 
 
-def _probe(driver: Driver, metadata: Path, data: Path, target: Path, content: bytes) -> Probe:
+@contextlib.contextmanager
+def trying(mounts: Path, name: str) -> Iterator[Path]:
+    target = mounts / f"probe-{name}"
     target.mkdir(exist_ok=True)
     try:
-        driver.mount(metadata, data, target)
-    except OSError as e:
+        yield target
+    finally:
+        with contextlib.suppress(OSError):
+            umount(target)
         target.rmdir()
-        return Probe(driver.name, False, e.strerror or str(e))
+
+
+def read_back(name: DriverName, target: Path, content: bytes) -> Probe:
     try:
         same = (target / "file").read_bytes() == content
     except OSError as e:
-        return Probe(driver.name, False, f"mounts, and then cannot be read: {e.strerror}")
-    finally:
-        umount(target)
-        target.rmdir()
-    return Probe(driver.name, same, "a test image was mounted and read" if same else "a test image read back wrong")
+        return Probe(name, False, f"mounts, and then cannot be read: {e.strerror}")
+    return Probe(name, same, "a test image was mounted and read" if same else "a test image read back wrong")
 
 
-def _tiny_image(work: Path) -> tuple[Path, Path, bytes]:
+def tiny_image(work: Path) -> tuple[Path, Path, bytes]:
     content = os.urandom(CHUNK + 5000)
     entry = Entry(b"file", "file")
     entry.mode, entry.size = 0o644, len(content)

@@ -16,13 +16,14 @@ import signal
 import stat
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
 
 from dsecd.erofs import blob, fetch, meta, oci
-from dsecd.erofs.model import Built, Failed, ImageConfig, ImportJob, Limits, Progress, Report
+from dsecd.erofs.model import Built, Failed, ImageConfig, ImportJob, Limits, Progress, Pushed, Report
 from dsecd.erofs.streams import FdSource, decompressed, peek
 from dsecd.erofs.sys import PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, prctl
 from dsecd.erofs.tar import Entry, Source, TarReader, Truncated, bad
@@ -117,8 +118,8 @@ class Builder:
         sums, data_digest = data.sums.finish()
         self._reporter.progress("write", data.size, data.size, force=True)
         image = meta.Image(self._tree, data_size=data.size, data_digest=data_digest)
-        _write_all(meta_fd, image.content)
-        _write_all(sums_fd, sums)
+        write_all(meta_fd, image.content)
+        write_all(sums_fd, sums)
         for fd in (meta_fd, sums_fd, self._data_fd if name == "data" else self._spare_fd):
             os.fsync(fd)
         return Built(
@@ -134,18 +135,22 @@ class Builder:
 
 
 def run(work: Path, input_fd: int, job: ImportJob, limits: Limits, reporter: Reporter) -> Built:
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     with contextlib.ExitStack() as opened:
-
-        def create(name: str) -> int:
-            fd = os.open(work / name, flags, 0o644)
-            opened.callback(os.close, fd)
-            return fd
-
-        builder = Builder(job, limits, create("data"), create("spare"), reporter)
-        meta_fd, sums_fd, spool = create("meta.erofs"), create("data.sums"), create("spool")
+        data, spare, meta_fd, sums_fd, spool = create_files(
+            work, opened, "data", "spare", "meta.erofs", "data.sums", "spool"
+        )
+        builder = Builder(job, limits, data, spare, reporter)
         config, source = _fill(builder, work, input_fd, job, limits, spool, reporter)
         return builder.finish(meta_fd, sums_fd, config.overridden_by(job.config), job.source or source)
+
+
+def create_files(work: Path, opened: contextlib.ExitStack, *names: str) -> list[int]:
+    """New files of the work directory, open for reading and writing."""
+    fds = []
+    for name in names:
+        fds.append(os.open(work / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644))
+        opened.callback(os.close, fds[-1])
+    return fds
 
 
 def _fill(
@@ -240,7 +245,7 @@ def _may_be_archive(head: bytes) -> bool:
 def _spool(source: Source, spool: int, seen: FdSource, total: int | None, reporter: Reporter) -> int:
     size = 0
     while data := source.read(1 << 20):
-        _write_all(spool, data)
+        write_all(spool, data)
         size += len(data)
         reporter.progress("receive", seen.seen, total)
     return size
@@ -251,7 +256,7 @@ def _size_of(fd: int) -> int | None:
     return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
-def _write_all(fd: int, data: bytes | bytearray) -> None:
+def write_all(fd: int, data: bytes | bytearray) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
@@ -278,20 +283,26 @@ def failure(e: BaseException) -> Failed:
     raise e
 
 
+def end_with(what: Callable[[Reporter], Built | Pushed]) -> int:
+    """Do it and report how it ended; the exit status. For this process and for those that are made like it."""
+    reporter = Reporter(os.dup(1))
+    os.dup2(2, 1)  # what else prints, prints to the log
+    try:
+        done = what(reporter)
+        report = Report(built=done) if isinstance(done, Built) else Report(pushed=done)
+    except (DsecError, OSError, MemoryError) as e:
+        report = Report(failed=failure(e))
+    reporter.write(report)
+    return 1 if report.failed else 0
+
+
 def main(argv: list[str]) -> int:
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.nice(5)  # sandboxes that run now matter more than one that may start a moment later
     work, input_fd = Path(argv[1]), int(argv[2])
     job = msgspec.json.decode(argv[3], type=ImportJob)
     limits = msgspec.json.decode(argv[4], type=Limits)
-    reporter = Reporter(os.dup(1))
-    os.dup2(2, 1)  # what else prints, prints to the log
-    try:
-        report = Report(built=run(work, input_fd, job, limits, reporter))
-    except (DsecError, OSError, MemoryError) as e:
-        report = Report(failed=failure(e))
-    reporter.write(report)
-    return 0 if report.built else 1
+    return end_with(lambda reporter: run(work, input_fd, job, limits, reporter))
 
 
 if __name__ == "__main__":

@@ -33,18 +33,18 @@ _COMPAT: Final = 0x1 | 0x2  # superblock checksum, mtimes
 _INCOMPAT: Final = 0x4 | 0x8  # chunk-based files, device table
 _ALIGN_DATA: Final = (2 << 20) // BLOCK
 
-_PLAIN, _INLINE, _CHUNKED = 0, 2, 4
+_PLAIN, INLINE, _CHUNKED = 0, 2, 4
 _CHUNK_FORMAT: Final = 0x20 | (CHUNK // BLOCK).bit_length() - 1
 
 _SB: Final = struct.Struct("<IIIBBHQQIIII16s16sIHHHBBIQ24x")
 _DEVICE: Final = struct.Struct("<64sII56x")
-_INODE: Final = struct.Struct("<HHHHQIIIIqII16x")
-_DIRENT: Final = struct.Struct("<QHBx")
+INODE: Final = struct.Struct("<HHHHQIIIIqII16x")
+DIRENT: Final = struct.Struct("<QHBx")
 
-_DIRENT_TYPES: Final = {
+DIRENT_TYPES: Final = {
     stat.S_IFREG: 1, stat.S_IFDIR: 2, stat.S_IFCHR: 3, stat.S_IFBLK: 4, stat.S_IFIFO: 5, stat.S_IFLNK: 7,
 }  # fmt: skip
-_XATTR_PREFIXES: Final = (
+XATTR_PREFIXES: Final = (
     (b"user.", 1), (b"system.posix_acl_access", 2), (b"system.posix_acl_default", 3), (b"trusted.", 4),
     (b"security.", 6),
 )  # fmt: skip
@@ -106,7 +106,7 @@ class Image:
         at = node.nid * 32
         xattrs = _pack_xattrs(node)
         layout, word, size = _PLAIN, 0, node.size
-        after = at + _INODE.size + len(xattrs)
+        after = at + INODE.size + len(xattrs)
         if node.is_file and node.size:
             layout, word = _CHUNKED, _CHUNK_FORMAT
             self._emit_chunks(node, after + -after % 8)
@@ -119,11 +119,11 @@ class Image:
             word = (minor & 0xFF) | (major << 8) | ((minor & ~0xFF) << 12)
         seconds, ns = divmod(node.mtime_ns, 10**9)
         count = (len(xattrs) - 12) // 4 + 1 if xattrs else 0
-        _INODE.pack_into(
+        INODE.pack_into(
             self._out, at, 1 | layout << 1, count, node.fmt | node.mode, 0, size, word, number, node.uid, node.gid,
             seconds, ns, node.links,
         )  # fmt: skip
-        self._out[at + _INODE.size : after] = xattrs
+        self._out[at + INODE.size : after] = xattrs
 
     def _emit_chunks(self, node: Node, at: int) -> None:
         assert node.chunks is not None
@@ -138,7 +138,7 @@ class Image:
         self._out[first * BLOCK : first * BLOCK + outside] = tail[:outside]
         self._out[inline_at : inline_at + inline] = tail[outside:]
         self._next_tail += -(-outside // BLOCK)
-        return (_INLINE if inline else _PLAIN), first if outside else 0
+        return (INLINE if inline else _PLAIN), first if outside else 0
 
     def _emit_superblock(self) -> None:
         name = hashlib.sha256(self._data_digest.encode() + self._out).digest()[:16]
@@ -154,9 +154,9 @@ class Image:
 
 def _place_one(node: Node, at: int) -> tuple[int, int, int]:
     """(nid, where the next inode may start, blocks needed outside)"""
-    if at % BLOCK + _INODE.size > BLOCK:
+    if at % BLOCK + INODE.size > BLOCK:
         at += -at % BLOCK  # an inode in two blocks is legal and slow
-    fixed = _INODE.size + _xattr_size(node)
+    fixed = INODE.size + _xattr_size(node)
     tail = outside = 0
     if node.is_file:
         fixed += -fixed % 8 + 8 * len(node.chunks or ())
@@ -185,7 +185,7 @@ def _dirent_blocks(names: list[bytes]) -> list[list[bytes]]:
     blocks: list[list[bytes]] = []
     room = 0
     for name in names:
-        need = _DIRENT.size + len(name)
+        need = DIRENT.size + len(name)
         if need > room:
             blocks.append([])
             room = BLOCK
@@ -196,21 +196,21 @@ def _dirent_blocks(names: list[bytes]) -> list[list[bytes]]:
 
 def _directory_size(node: Node) -> int:
     blocks = _dirent_blocks(_names(node))
-    return (len(blocks) - 1) * BLOCK + sum(_DIRENT.size + len(name) for name in blocks[-1])
+    return (len(blocks) - 1) * BLOCK + sum(DIRENT.size + len(name) for name in blocks[-1])
 
 
 def _pack_directory(node: Node, parent_nid: int) -> bytes:
     out = bytearray()
     for names in _dirent_blocks(_names(node)):
         out += bytes(-len(out) % BLOCK)
-        offset = _DIRENT.size * len(names)
+        offset = DIRENT.size * len(names)
         for name in names:
             if name in (b".", b".."):
-                nid, kind = (node.nid if name == b"." else parent_nid), _DIRENT_TYPES[stat.S_IFDIR]
+                nid, kind = (node.nid if name == b"." else parent_nid), DIRENT_TYPES[stat.S_IFDIR]
             else:
                 child = node.children[name]
-                nid, kind = child.nid, _DIRENT_TYPES[child.fmt]
-            out += _DIRENT.pack(nid, offset, kind)
+                nid, kind = child.nid, DIRENT_TYPES[child.fmt]
+            out += DIRENT.pack(nid, offset, kind)
             offset += len(name)
         out += b"".join(names)
     return bytes(out)
@@ -225,7 +225,7 @@ def _pack_xattrs(node: Node) -> bytes:
         return b""
     out = bytearray(12)
     for name, value in sorted(node.xattrs.items()):
-        prefix, index = next((p, i) for p, i in _XATTR_PREFIXES if name.startswith(p))
+        prefix, index = next((p, i) for p, i in XATTR_PREFIXES if name.startswith(p))
         rest = name[len(prefix) :]
         out += struct.pack("<BBH", len(rest), index, len(value)) + rest + value
         out += bytes(-len(out) % 4)
@@ -261,6 +261,7 @@ class Superblock:
         if len(head) < BLOCK:
             raise bad("the metadata is truncated")
         fields = _SB.unpack_from(head, SUPERBLOCK)
+        self.root: int = fields[5]
         self.blocks: int = fields[9]
         zeroed = bytearray(head[SUPERBLOCK:BLOCK])
         zeroed[4:8] = bytes(4)

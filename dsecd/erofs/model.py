@@ -54,6 +54,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     digest: the image's identity, see `identity`. data_digest: sha256 of the concatenated sha256 sums of the data
     file's 1 MiB chunks (`data.sums`), so that a range of it can be checked without the rest.
     store: where the data file lives: "local" (beside the metadata), or the name of a store of the config.
+    blob: what it is called there; empty for our own name.
     """
 
     digest: str
@@ -69,12 +70,18 @@ class Manifest(Struct, frozen=True, kw_only=True):
     data_digest: str
     chunk_size: int = CHUNK
     store: str = "local"
+    blob: str = ""
     format: int = FORMAT
     names: tuple[str, ...] = ()
 
     @property
     def hex(self) -> str:
         return self.digest.removeprefix("sha256:")
+
+    @property
+    def blob_name(self) -> str:
+        """What the data file is called on its store."""
+        return self.blob or f"{self.hex}.data"
 
 
 def identity(kind: ImageKind, config: ImageConfig, meta_digest: str, data_digest: str) -> str:
@@ -108,7 +115,8 @@ class ImportJob(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     origin: `stream` reads the inherited descriptor; `registry` fetches `reference` with skopeo; `bootstrap` runs
     mmdebstrap for `suite` with `packages`. format: of a stream; `auto` tells an OCI layout or a docker archive from a
     plain tar by its members. tag: which image of an archive that holds several. prefix: a directory of the layer that
-    a plain tar is put below. config: laid over the one that the image brings.
+    a plain tar is put below. config: laid over the one that the image brings. store: where the data goes; empty: where
+    the store puts it by itself.
     """
 
     kind: ImageKind
@@ -121,6 +129,7 @@ class ImportJob(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     suite: str = ""
     packages: tuple[str, ...] = ()
     source: str = ""
+    store: str = ""
     config: ImageConfig = ImageConfig()
 
     def check(self) -> None:
@@ -146,13 +155,17 @@ def _require(ok: object, message: str) -> None:
 class Progress(Struct, frozen=True, omit_defaults=True):
     """Where an import stands. total is None while nobody knows it."""
 
-    phase: Literal["fetch", "bootstrap", "receive", "unpack", "write", "commit"]
+    phase: Literal["fetch", "bootstrap", "receive", "unpack", "collapse", "read", "push", "pull", "write", "commit"]
     done: int
     total: int | None = None
 
 
 class Built(Struct, frozen=True, kw_only=True):
-    """What the importer process hands back; the daemon makes the manifest of it and commits."""
+    """What the importer process hands back; the daemon makes the manifest of it and commits.
+
+    data_file: empty: the data stays where it is, on a store, and is called `blob` there.
+    kind, name: of a pulled image, as it was pushed.
+    """
 
     config: ImageConfig
     files: int
@@ -162,6 +175,16 @@ class Built(Struct, frozen=True, kw_only=True):
     data_digest: str
     data_file: str
     source: str
+    blob: str = ""
+    kind: ImageKind | None = None
+    name: str = ""
+
+
+class Pushed(Struct, frozen=True, kw_only=True):
+    """What a push came to: the artifact's digest, and how many bytes the registry did not have yet."""
+
+    digest: str
+    sent_bytes: int
 
 
 class Failed(Struct, frozen=True, kw_only=True):
@@ -177,6 +200,7 @@ class Report(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     progress: Progress | None = None
     built: Built | None = None
+    pushed: Pushed | None = None
     failed: Failed | None = None
 
 

@@ -16,8 +16,9 @@ from msgspec import Struct
 
 from dsecd.erofs import sys
 from dsecd.erofs.aio import uninterrupted
-from dsecd.erofs.drivers import DRIVERS, NOT_THIS_WAY, Driver, DriverName, Probe, probe_drivers
+from dsecd.erofs.drivers import DRIVERS, NOT_THIS_WAY, Driver, DriverName, Probe, Source, probe_drivers
 from dsecd.erofs.model import Manifest
+from dsecd.erofs.pages.model import Trouble
 from dsecd.erofs.store import ImageStore
 from dsecd.erofs.tar import bad
 from dsecd.errors import DsecError
@@ -119,13 +120,26 @@ class MountTable:
         image = self._images.get(digest)
         return frozenset(image.owners) if image else frozenset()
 
+    def trouble(self, digest: str) -> Trouble | None:
+        """Reads of a mounted image that failed because its data could not be had. Blocks."""
+        image = self._images.get(digest)
+        mount = image.mount if image else None
+        for driver in self._drivers:
+            if mount is not None and driver.name == mount.driver:
+                return driver.trouble(digest)
+        return None
+
     def mounts(self) -> list[Mount]:
         return [image.mount for image in self._images.values() if image.mount is not None]
 
     async def adopt(self) -> list[str]:
         """Unmount what an earlier daemon left and nobody has acquired by now; the names of those mount points."""
         kept = {Path(mount.path).name for mount in self.mounts()} | self._paths.keys()
-        return await uninterrupted(asyncio.to_thread(self._sweep, kept))
+        swept = await uninterrupted(asyncio.to_thread(self._sweep, kept))
+        mounted = [mount.digest for mount in self.mounts()]
+        for driver in self._drivers:
+            await uninterrupted(asyncio.to_thread(driver.settle, mounted))
+        return swept
 
     async def probe(self) -> tuple[Probe, ...]:
         """What each driver can do here; found out once."""
@@ -175,7 +189,7 @@ class MountTable:
                 return
             path = Path(image.mount.path)
             try:
-                await uninterrupted(asyncio.to_thread(_unmount, path))
+                await uninterrupted(asyncio.to_thread(self._end_mount, image.mount))
             except OSError as e:
                 log.warning("cannot unmount image %s: %s, trying again later", path.name, e.strerror)
                 if again:
@@ -193,12 +207,16 @@ class MountTable:
         manifest = await asyncio.to_thread(self._store.resolve, digest)
         path = self._dir / self._claim(manifest)
         found = await asyncio.to_thread(_find, path, digest)
-        if found is not None:
-            return found
         try:
+            source = await asyncio.to_thread(self._source, manifest)
+            if found is not None:
+                for driver in self._drivers:
+                    if driver.name == found.driver:
+                        await uninterrupted(asyncio.to_thread(driver.resume, source))
+                return found
             await asyncio.to_thread(self._store.trust, manifest)
             usable = [driver for driver, probe in zip(self._drivers, await self.probe(), strict=True) if probe.usable]
-            return await uninterrupted(asyncio.to_thread(self._mount_with, usable, manifest, path))
+            return await uninterrupted(asyncio.to_thread(self._mount_with, usable, source, manifest, path))
         except BaseException:
             self._paths.pop(path.name, None)
             raise
@@ -213,22 +231,44 @@ class MountTable:
                 return name
         raise AssertionError("two images of one digest")
 
-    def _mount_with(self, drivers: Sequence[Driver], manifest: Manifest, path: Path) -> Mount:
+    def _source(self, manifest: Manifest) -> Source:
+        data: Path | None = None
+        with contextlib.suppress(DsecError):  # on a store that is no directory here
+            data = self._store.data_path(manifest)
+        return Source(
+            metadata=self._store.meta_path(manifest), data=data, sums=self._store.sums_path(manifest), manifest=manifest
+        )
+
+    def _mount_with(self, drivers: Sequence[Driver], source: Source, manifest: Manifest, path: Path) -> Mount:
         why = "no mount driver works here (see doctor)"
         for driver in drivers:
+            if unfit := driver.unfit(source):
+                why = f"{driver.name}: {unfit}"
+                continue
+            if driver.whole:
+                self._store.check(manifest)
             mount = Mount(manifest.digest, str(path), driver.name)
             path.mkdir(exist_ok=True)
             _note(path).write_bytes(msgspec.json.encode(mount))
             try:
-                driver.mount(self._store.meta_path(manifest), self._store.data_path(manifest), path)
+                driver.mount(source, path)
             except OSError as e:
                 _unmount(path)
                 why = e.strerror or str(e)
                 if e.errno in NOT_THIS_WAY:
                     continue
                 break
+            except DsecError:
+                _unmount(path)
+                raise
             return mount
         raise bad(f"image {manifest.hex[:SHORT]} cannot be mounted: {why}")
+
+    def _end_mount(self, mount: Mount) -> None:
+        _unmount(Path(mount.path))
+        for driver in self._drivers:
+            if driver.name == mount.driver:
+                driver.unmounted(mount.digest)
 
     def _sweep(self, kept: set[str]) -> list[str]:
         names = {mounted.target.name for mounted in sys.mounts_below(self._dir)}

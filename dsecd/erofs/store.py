@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import fcntl
 import hashlib
 import logging
@@ -19,7 +20,9 @@ from typing import Final
 import msgspec
 
 from dsecd.erofs import meta
+from dsecd.erofs.claims import LEASE_S, Claims
 from dsecd.erofs.model import BLOCK, CHUNK, DIGEST, FORMAT, NAME, Built, GcReport, ImportJob, Manifest, identity
+from dsecd.erofs.stores import StoreConfig, unreadable
 from dsecd.erofs.tar import bad
 from dsecd.errors import DsecError
 
@@ -46,9 +49,7 @@ class ImageStore:
                 seal                 inode, size and mtime of both files when their bytes were last known to be right
             tmp-<random>/            an import; its maker and the importer hold a flock on the directory
             trash-<random>/          being removed
-        <store>/<64 hex>.data        data of an image that lives on a store of the config
-        <store>/<64 hex>.by-<owner>  this host (`owner`) has that image; hosts may share a store
-        <store>/tmp-<random>.data    such data, not committed yet
+        <store>/…                    data of images that live on a directory of the config, see `claims`
 
     Rules:
       * An image appears by one rename of its `tmp-` directory, after its files and the directory are on disk. Data on
@@ -66,14 +67,18 @@ class ImageStore:
     """
 
     def __init__(
-        self, root: Path, *, stores: Mapping[str, Path] | None = None, data_store: str = LOCAL, owner: str = "host"
-    ) -> None:
+        self, root: Path, *, stores: Mapping[str, Path | StoreConfig] | None = None, data_store: str = LOCAL,
+        owner: str = "host", lease_s: float = LEASE_S,
+    ) -> None:  # fmt: skip
+        """stores: of the config; a path alone is one of kind `path`. owner: this host, unlike any other's name."""
         self.root = root
-        self._owner = owner
-        self._stores = dict(stores or {})
-        if data_store != LOCAL and data_store not in self._stores:
-            raise DsecError("invalid", f"image store {data_store!r} is not in the config")
-        self._data_store = data_store
+        self.configs = {
+            name: StoreConfig(kind="path", path=str(one)) if isinstance(one, Path) else one
+            for name, one in (stores or {}).items()
+        }
+        self._stores = {name: Path(one.path) for name, one in self.configs.items() if one.kind == "path"}
+        self._claims = {name: Claims(path, owner, lease_s=lease_s) for name, path in self._stores.items()}
+        self._data_store = self.writable(data_store)
         self._manifests: dict[str, Manifest] = {}
         self._mutex = threading.RLock()
         self._depth = 0
@@ -106,18 +111,40 @@ class ImageStore:
         return self.root / manifest.hex / "data.sums"
 
     def data_path(self, manifest: Manifest) -> Path:
+        """DsecError `image`: the data is on no directory that this host knows."""
         if manifest.store == LOCAL:
             return self.root / manifest.hex / "data"
         store = self._stores.get(manifest.store)
         if store is None:
-            raise bad(f"image {_short(manifest)}: its data is on store {manifest.store!r}, which is not in the config")
-        return store / f"{manifest.hex}.data"
+            config = self.configs.get(manifest.store)
+            why = "is not in the config" if config is None else f"is of kind {config.kind} and no directory"
+            raise bad(f"image {_short(manifest)}: its data is on store {manifest.store!r}, which {why}")
+        return store / manifest.blob_name
 
-    def check(self, manifest: Manifest) -> None:
-        """Files, sizes and superblock, without reading the data. DsecError `image` says what is wrong."""
+    def is_remote(self, manifest: Manifest) -> bool:
+        """Its data is on a store that is asked for ranges: there is no path to it."""
+        return manifest.store in self.remotes
+
+    @property
+    def remotes(self) -> frozenset[str]:
+        return frozenset(self.configs) - self._stores.keys()
+
+    def writable(self, store: str) -> str:
+        """The name of a store that data can be put on; DsecError `invalid` for any other."""
+        if store != LOCAL and store not in self._stores:
+            known = ", ".join([LOCAL, *sorted(self._stores)])
+            raise DsecError("invalid", f"image store {store[:64]!r} is none that takes data (there are: {known})")
+        return store
+
+    def check(self, manifest: Manifest, *, data: bool = True) -> None:
+        """Files, sizes and superblock, without reading the data. DsecError `image` says what is wrong.
+
+        data: the data file is there too, whole; not so for an image that is filled on demand.
+        """
         what = f"image {_short(manifest)}"
         head = _read_head(self.meta_path(manifest), manifest.meta_size, f"{what}: its metadata")
-        _read_head(self.data_path(manifest), manifest.data_size, f"{what}: its data")
+        if data and not self.is_remote(manifest):
+            _read_head(self.data_path(manifest), manifest.data_size, f"{what}: its data")
         try:
             found = meta.Superblock(head)
         except DsecError as e:
@@ -126,8 +153,11 @@ class ImageStore:
             raise bad(f"{what}: its metadata is another image's")
 
     def verify(self, manifest: Manifest) -> None:
-        """`check`, and then read and compare every byte."""
+        """`check`, and then read and compare every byte; of data on a remote store, none: its readers do that."""
         self.check(manifest)
+        self._compare(manifest, data=not self.is_remote(manifest))
+
+    def _compare(self, manifest: Manifest, *, data: bool) -> None:
         what = f"image {_short(manifest)}"
         if identity(manifest.kind, manifest.config, manifest.meta_digest, manifest.data_digest) != manifest.digest:
             raise bad(f"{what}: its manifest is altered")
@@ -136,18 +166,25 @@ class ImageStore:
         sums = self.sums_path(manifest).read_bytes()
         if "sha256:" + hashlib.sha256(sums).hexdigest() != manifest.data_digest:
             raise bad(f"{what}: its list of sums is altered")
-        if (at := _altered_at(self.data_path(manifest), sums)) is not None:
+        if data and (at := _altered_at(self.data_path(manifest), sums)) is not None:
             raise bad(f"{what}: its data is altered (in the mebibyte at {at})")
 
     def trust(self, manifest: Manifest) -> None:
-        """What a mount needs: `check`, and `verify` when a file was touched since its bytes were last compared."""
-        self.check(manifest)
+        """What a mount needs: `check`, and `verify` when a file was touched since its bytes were last compared.
+
+        That is about the files of this host. Data on a store is the driver's: it checks as it reads, or does not.
+        """
+        here = manifest.store == LOCAL
+        self.check(manifest, data=here)
         if self._stamp(manifest) != self._sealed(manifest):
-            self.verify(manifest)
+            self._compare(manifest, data=here)
             self._seal(manifest)
 
     def _stamp(self, manifest: Manifest) -> bytes:
-        found = [path.stat() for path in (self.meta_path(manifest), self.data_path(manifest))]
+        paths = [self.meta_path(manifest)]
+        if manifest.store == LOCAL:
+            paths.append(self.data_path(manifest))
+        found = [path.stat() for path in paths]
         return msgspec.json.encode([(st.st_ino, st.st_size, st.st_mtime_ns) for st in found])
 
     def _sealed(self, manifest: Manifest) -> bytes:
@@ -176,19 +213,28 @@ class ImageStore:
             os.close(fd)
 
     def commit(self, work: Work, built: Built, job: ImportJob) -> Manifest:
-        """Make an image of what the importer left in its directory. The same content twice is one image."""
+        """Make an image of what the importer left in its directory. The same content twice is one image.
+
+        Without a data file of its own it is an image whose data stays on `job.store`.
+        """
+        store = (job.store or self._data_store) if not built.data_file else self.writable(job.store or self._data_store)
         digest = identity(job.kind, built.config, built.meta_digest, built.data_digest)
         manifest = Manifest(
             digest=digest, kind=job.kind, name=job.name, source=built.source, created=_now(), config=built.config,
             files=built.files, meta_size=built.meta_size, meta_digest=built.meta_digest, data_size=built.data_size,
-            data_digest=built.data_digest, store=self._data_store,
+            data_digest=built.data_digest, store=store, blob=built.blob,
         )  # fmt: skip
-        ready = self._prepare(work, built, manifest)
-        with self._locked():
-            if not self._is_sound(manifest):
-                self._publish(ready, manifest)
-                self._seal(manifest)  # the importer has just summed what it wrote
-            self._write_names(self._read_names() | {job.name: digest})
+        try:
+            ready = self._prepare(work, built, manifest)
+            with self._locked():
+                if not self._is_sound(manifest):
+                    self._publish(ready, manifest)
+                    self._seal(manifest)  # the importer has just summed what it wrote
+                self._write_names(self._read_names() | {job.name: digest})
+        finally:
+            if store in self._stores:
+                with self._reaching(store):
+                    (self._stores[store] / f"{work.path.name}.data").unlink(missing_ok=True)
         return self.resolve(digest)
 
     def set_name(self, name: str, ref: str) -> Manifest:
@@ -215,6 +261,17 @@ class ImageStore:
         _empty(trash)
         return digest
 
+    def heartbeat(self) -> None:
+        """Renew this host's claims on shared stores. Now and then, far more often than the lease is long.
+
+        Without the lock, because a store that hangs must not hold up the others; a claim that comes too late for an
+        image that goes just then is swept.
+        """
+        for name, hexes in self._stored().items():
+            with self._reaching(name):
+                for hexa in hexes:
+                    self._claims[name].claim(hexa)
+
     def gc(self, in_use: Collection[str] = (), min_age_s: float = 0.0) -> GcReport:
         """Remove unnamed images that nobody uses, what dead imports left, and data without an image.
 
@@ -236,7 +293,7 @@ class ImageStore:
             _empty(path)
         return GcReport(
             images=tuple(m.digest for m in doomed), leftovers=tuple(p.name for p in leftovers),
-            orphans=tuple(p.name for p in orphans), freed_bytes=freed,
+            orphans=tuple(orphans), freed_bytes=freed,
         )  # fmt: skip
 
     # -- inside --------------------------------------------------------------------------------------------------
@@ -322,10 +379,12 @@ class ImageStore:
         for name in ("meta.erofs", "data.sums"):
             (work.path / name).rename(ready / name)
         data = work.path / built.data_file
-        if manifest.store == LOCAL:
+        if not built.data_file:
+            pass  # it stays where it is
+        elif manifest.store == LOCAL:
             data.rename(ready / "data")
         else:
-            _copy_durably(data, self._stores[manifest.store] / f"{work.path.name}.data")
+            self._put(data, manifest.store, f"{work.path.name}.data")
         for path in ready.iterdir():
             path.chmod(0o444)
             if os.geteuid() == 0:
@@ -345,9 +404,9 @@ class ImageStore:
             return False
 
     def _publish(self, ready: Path, manifest: Manifest) -> None:
-        if manifest.store != LOCAL:
+        if manifest.store in self._stores:
             store = self._stores[manifest.store]
-            (store / f"{manifest.hex}.by-{self._owner}").touch()
+            self._claims[manifest.store].claim(manifest.hex)
             (store / f"{ready.parent.name}.data").rename(store / f"{manifest.hex}.data")
             _fsync(store)
         ready.rename(self.root / manifest.hex)
@@ -357,39 +416,55 @@ class ImageStore:
         trash = self.root / f"trash-{secrets.token_hex(8)}"
         (self.root / hexa).rename(trash)
         self._manifests.pop(hexa, None)
-        for store in self._stores.values():
-            self._disclaim(store, hexa)
+        for name in self._stores:
+            with self._reaching(name):
+                self._claims[name].release(hexa)
         return trash
 
-    def _disclaim(self, store: Path, hexa: str) -> Paths:
-        """Give up data on a store; removed when no other host claims it."""
-        claim, data = store / f"{hexa}.by-{self._owner}", store / f"{hexa}.data"
-        if not claim.exists():
-            return []
-        claim.unlink(missing_ok=True)
-        if any(store.glob(f"{hexa}.by-*")) or not data.exists():
-            return []
-        data.unlink()
-        return [data]
+    def _put(self, data: Path, name: str, target: str) -> None:
+        """Copy a data file to a store, under a name that says it is not committed."""
+        path = self._stores[name] / target
+        try:
+            _copy_durably(data, path)
+        except OSError as e:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+            if e.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise DsecError("disk_full", f"no space left for the image on store {name}") from e
+            raise unreadable(name, target, e.strerror or str(e)) from e
+
+    @contextlib.contextmanager
+    def _reaching(self, name: str) -> Iterator[None]:
+        """A store that is away keeps no image from going here; what stays there is swept when it is back."""
+        try:
+            yield
+        except OSError as e:
+            log.warning("store %s: %s, ignoring", name, e.strerror)
 
     def _dead_leftovers(self) -> Iterator[Path]:
         for path in self.root.iterdir():
             if path.name.startswith("trash-") or (path.name.startswith("tmp-") and not _is_locked(path)):
                 yield path
 
-    def _orphans(self) -> Iterator[Path]:
-        """Data on stores that this host put there and that no image of it needs (other hosts' are theirs)."""
-        for store in self._stores.values():
-            for path in store.glob("tmp-*.data"):
-                maker = self.root / path.stem
-                # A tmp- file of another host has no directory here either: only age tells, and a day is plenty.
-                if not _is_locked(maker) and _mtime(path) < time.time() - (0 if maker.exists() else 86400):
-                    path.unlink(missing_ok=True)
-                    yield path
-            for claim in store.glob(f"*.by-{self._owner}"):
-                hexa = claim.name.split(".", 1)[0]
-                if not (self.root / hexa).exists():
-                    yield from self._disclaim(store, hexa)
+    def _orphans(self) -> Iterator[str]:
+        """Data on shared directories that this host put there and that no image of it needs (others' are theirs)."""
+
+        def making(word: str) -> bool | None:
+            maker = self.root / f"tmp-{word}"
+            return _is_locked(maker) if maker.exists() else None
+
+        here = set(self._hexes())  # a damaged image's data is not for others to judge
+        for name, hexes in self._stored().items():
+            with self._reaching(name):
+                yield from self._claims[name].sweep(hexes, here, making)
+
+    def _stored(self) -> dict[str, Strings]:
+        """Images of this host by the shared store that has their data."""
+        stored: dict[str, Strings] = {name: [] for name in self._stores}
+        for manifest in self.list():
+            if manifest.store in stored:
+                stored[manifest.store].append(manifest.hex)
+        return stored
 
     def _made(self, hexa: str) -> float:
         return _mtime(self.root / hexa / "manifest.json")

@@ -248,7 +248,7 @@ def _accepted(entry: Entry) -> dict[bytes, bytes]:
     for name, value in entry.xattrs.items():
         if name.startswith(b"trusted."):
             raise bad(f"tar: {entry.shown}: an image may not set the xattr {name[:64]!r}")
-        if name.startswith(b"user.") or name in _KEPT_XATTRS:
+        if name.startswith(b"user.") or name in KEPT_XATTRS:
             if len(name) > MAX_NAME or len(value) > 65535 or name == b"user." or b"\0" in name:
                 raise bad(f"tar: {entry.shown}: an xattr that no file system takes")
             accepted[name] = value
@@ -257,7 +257,7 @@ def _accepted(entry: Entry) -> dict[bytes, bytes]:
     return accepted
 
 
-_KEPT_XATTRS: Final = frozenset({b"security.capability", b"system.posix_acl_access", b"system.posix_acl_default"})
+KEPT_XATTRS: Final = frozenset({b"security.capability", b"system.posix_acl_access", b"system.posix_acl_default"})
 
 
 def _set_overlay(node: Node, key: bytes, value: bytes) -> None:

@@ -19,6 +19,7 @@ from dsecd.container.bundle import Plan
 from dsecd.disk import DiskPool
 from dsecd.erofs.aio import uninterrupted
 from dsecd.erofs.mount import MountTable
+from dsecd.erofs.pages.client import Pages
 from dsecd.erofs.store import ImageStore
 from dsecd.errors import DsecError
 from dsecd.sandbox.commands import Commands
@@ -35,6 +36,7 @@ class Rooms(Struct):
 
     images: ImageStore
     mounts: MountTable
+    pages: Pages
     pool: DiskPool
     containers: ContainerBackend
     slots: Slots
@@ -57,6 +59,7 @@ class Live:
         self.sessions: Sessions | None = None
         self.oom_seen = 0
         self.pids_seen = 0
+        self.denied_seen: dict[str, int] = {}  # by digest of a layer
 
     async def start(self) -> None:
         """Build it from the bottom up. On failure everything that was built is on `stack`."""

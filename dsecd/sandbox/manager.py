@@ -248,7 +248,27 @@ class Manager:
         result.pids_limit, live.pids_seen = hits > live.pids_seen, hits
         used, limit = await asyncio.to_thread(self.rooms.pool.usage, live.record.id)
         result.disk_full = used >= limit - limit // 64
+        await self._image_trouble(live)
         return result
+
+    async def _image_trouble(self, live: Live) -> None:
+        """Say so when reads of the sandbox's layers failed for want of their store: not the command's fault."""
+        for digest in live.record.layers:
+            trouble = await asyncio.to_thread(self.rooms.mounts.trouble, digest)
+            if trouble is not None and trouble.denied > live.denied_seen.get(digest, 0):
+                live.denied_seen[digest] = trouble.denied
+                what = f"reads of image {digest[7:19]} failed ({trouble.kind}): {trouble.why}"
+                self._tell(live.record, "image_error", what)
+
+    def images_lost(self, digests: Iterable[str]) -> None:
+        """The page server is another, and readers of these may have seen holes: their sandboxes cannot be trusted."""
+        lost = set(digests)
+        for live in list(self._live.values()):
+            if live.container is None and live.record.state != "creating":
+                continue  # being taken back: that will be refused
+            if found := lost.intersection(live.record.layers):
+                reason = f"image {min(found)[7:19]}: the page server was lost while it was not all there [image]"
+                self._spawn(self._over(live, "broke", reason))
 
     async def stats(self, ident: str) -> wire.Stats:
         record = self.record(ident)

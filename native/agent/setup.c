@@ -30,11 +30,13 @@ static int complain(int r, const char *what) {
 }
 
 static void signals_default(void) {
+        const unsigned long action[4] = { 0 }; /* the kernel's struct sigaction: SIG_DFL, no flags, empty mask */
         sigset_t all;
 
-        /* Commands inherit dispositions through exec, and ours have no handlers: signalfd needs none. */
+        /* Commands inherit dispositions through exec, and ours have no handlers: signalfd needs none. By the system call,
+         * because glibc keeps 32 and 33 to itself, and whoever started the daemon may have left them ignored. */
         for (int i = 1; i < NSIG; i++)
-                (void) signal(i, SIG_DFL);
+                (void) syscall(SYS_rt_sigaction, i, &action, NULL, sizeof(uint64_t));
         sigfillset(&all);
         (void) sigprocmask(SIG_SETMASK, &all, NULL);
 }

@@ -8,10 +8,12 @@ import hashlib
 import io
 import json
 import os
+import socket
 import stat
 import subprocess
 import tarfile
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -150,6 +152,31 @@ async def mounted_tree(store: ImageStore, run_dir: Path, manifest: Manifest, **t
             return await asyncio.to_thread(tree_of, path)
     finally:
         await table.close()
+
+
+@contextlib.contextmanager
+def registry(tmp_path: Path) -> Iterator[str]:
+    """docker-registry on a loopback port of its own."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{s.getsockname()[1]}"
+    config = tmp_path / "registry.yml"
+    config.write_text(
+        f"version: 0.1\nstorage: {{filesystem: {{rootdirectory: {tmp_path}/registry}}}}\nhttp: {{addr: '{address}'}}\n"
+    )
+    process = subprocess.Popen(
+        ["docker-registry", "serve", config], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        host, port = address.split(":")
+        for _ in range(200):
+            with contextlib.suppress(OSError), socket.create_connection((host, int(port))):
+                break
+            time.sleep(0.05)
+        yield address
+    finally:
+        process.terminate()
+        process.wait()
 
 
 def leftovers(store: Path, run_dir: Path) -> list[str]:

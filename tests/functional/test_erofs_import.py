@@ -33,6 +33,7 @@ from erofs_kit import (
     leftovers,
     mounted_tree,
     processes,
+    registry,
     tar_of_directory,
     tree_of,
 )
@@ -108,31 +109,6 @@ def test_layout_of_zstd_layers(store: ImageStore, run_dir: Path, tmp_path: Path)
              if p.read_bytes()[:1] == b"{"}  # fmt: skip
     assert media
     assert_tricky(store, run_dir, import_now(store, tar_of_directory(tmp_path / "z")))
-
-
-@contextlib.contextmanager
-def registry(tmp_path: Path) -> Iterator[str]:
-    """docker-registry on a loopback port of its own."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{s.getsockname()[1]}"
-    config = tmp_path / "registry.yml"
-    config.write_text(
-        f"version: 0.1\nstorage: {{filesystem: {{rootdirectory: {tmp_path}/registry}}}}\nhttp: {{addr: '{address}'}}\n"
-    )
-    process = subprocess.Popen(
-        ["docker-registry", "serve", config], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    try:
-        host, port = address.split(":")
-        for _ in range(200):
-            with contextlib.suppress(OSError), socket.create_connection((host, int(port))):
-                break
-            time.sleep(0.05)
-        yield address
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def fetch(store: ImageStore, reference: str, seen: list[Progress] | None = None, **fields: Any) -> Manifest:

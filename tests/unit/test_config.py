@@ -26,7 +26,7 @@ def refused(tmp_path: Path, text: str) -> str:
 def test_documented_defaults_are_the_defaults(tmp_path: Path) -> None:
     """--print-config is a valid file that changes nothing, with a comment above every key."""
     text = documented()
-    assert set(tomllib.loads(text)) == set(Config.__struct_fields__)
+    assert set(tomllib.loads(text)) == set(Config.__struct_fields__) - {"stores"}  # tables: an example, commented out
     path = tmp_path / "all.toml"
     path.write_text(text)
     assert load(path) == Config()
