@@ -18,7 +18,6 @@ FLAG_STDIN: Final = 2
 FLAG_CONTROL: Final = 4
 FLAG_QUIET: Final = 8
 KILL_ALL: Final = 1
-KILL_FOREGROUND: Final = 2
 KILL_REST: Final = 4
 STDOUT, STDERR, CONTROL = 1, 2, 3
 _STEP_KIND: Final[dict[int, Kind]] = {1: "pids", 3: "invalid", 5: "invalid"}
@@ -174,9 +173,8 @@ class Command(Channel):
     def feed_eof(self) -> None:
         self.send(Type.STDIN_EOF)
 
-    def kill(self, signal: int, *, everything: bool = False, foreground: bool = False) -> None:
-        flags = (KILL_ALL if everything else 0) | (KILL_FOREGROUND if foreground else 0)
-        self.send(Type.KILL, [(Tag.SIGNAL, signal), (Tag.FLAGS, flags)])
+    def kill(self, signal: int, *, everything: bool = False) -> None:
+        self.send(Type.KILL, [(Tag.SIGNAL, signal), (Tag.FLAGS, KILL_ALL if everything else 0)])
 
     def kill_rest(self) -> None:
         """SIGKILL to every process of the command but its first: what a shell started, not the shell."""
@@ -214,9 +212,6 @@ class Command(Channel):
             at = offset + len(data)
         gap += max(0, total - at)
         return Kept(b"".join(head), b"".join(tail), gap)
-
-    def drop_output(self) -> None:
-        self._output.clear()
 
 
 def _parse_exit(payload: memoryview) -> Ended:

@@ -33,9 +33,6 @@ class _Running(msgspec.Struct):
     task: asyncio.Task[Any]
 
 
-Recover = Callable[[int, Params], Awaitable[Any]]
-
-
 class Replay:
     """`recover` is asked for the answer of work that a daemon's death interrupted; None: nobody knows."""
 
