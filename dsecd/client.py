@@ -14,59 +14,73 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from typing import Any, Final, cast
+from typing import Any, Final, Literal, TypeVar, cast
 
 import msgspec
 
-from dsecd.client_types import DSecContainerRunArgs, ExecResult, result_of
+from dsecd.client_fncall import DSecFnCallArgs, FnCallCalls
+from dsecd.client_images import ImageCalls
+from dsecd.client_jobs import JobCalls
+from dsecd.client_link import Link
+from dsecd.client_network import NetworkCalls, SandboxNetworkCalls
+from dsecd.client_packs import PackCalls
+from dsecd.client_rollout import RolloutCalls
+from dsecd.client_streams import Process, Session, Tunnel
+from dsecd.client_tenants import TenantCalls
+from dsecd.client_trajectory import TrajectoryCalls
+from dsecd.client_types import (
+    DSecContainerRunArgs,
+    DSecFullVMRunArgs,
+    DSecMicroVMRunArgs,
+    DSecNeeds,
+    ExecResult,
+    result_of,
+)
 from dsecd.errors import DsecError
 from dsecd.trees import TreeReport, pack, unpack_stream
-from dsecd.wire import base, daemon, execs, files
-from dsecd.wire import images as image_wire
+from dsecd.wire import base, execs, files
+from dsecd.wire import devices as device_wire
+from dsecd.wire import environments as env_wire
 from dsecd.wire import sandbox as wire
-from dsecd.wire.peer import Peer, Pending
-from dsecd.wire.ssh import forwarded
+from dsecd.wire import screen as screen_wire
+from dsecd.wire import vms as vm_wire
+from dsecd.wire.peer import Notified, Peer, Pending
 from dsecd.wire.stream import CHUNK, Inflow
 
 __all__ = [
-    "DSecClient", "DSecContainerRunArgs", "DSecSyncClient", "DsecError", "ExecResult", "Process", "Sandbox",
-    "SandboxFailed", "Session", "Tunnel",
+    "DSecClient", "DSecContainerRunArgs", "DSecFnCallArgs", "DSecFullVMRunArgs", "DSecMicroVMRunArgs", "DSecNeeds",
+    "DSecSyncClient", "DsecError", "ExecResult", "Process", "Sandbox", "SandboxFailed", "Session", "Tunnel",
 ]  # fmt: skip
 
+T = TypeVar("T")
 DEFAULT_URL: Final = "unix:///run/dsecd/dsecd.sock"
 INLINE: Final = 1 << 20  # up to this a file travels in the request itself
 
 
-class DSecClient:
+class DSecClient(
+    ImageCalls, FnCallCalls, JobCalls, NetworkCalls, PackCalls, RolloutCalls, TenantCalls, TrajectoryCalls
+):
     """One connection to one daemon. Many calls may be under way at once.
 
     url: `unix:///path` or `ssh://[user@]host[:port][/path]`; default $DSEC_URL, else the local daemon.
+    again_s: how long calls wait for a connection that broke to be made again, instead of failing; each changing call
+    then gets a request_id. Default 60 over ssh, else 0. `read_file`, `write_file` and `upload` are among them; other
+    streams are not taken up again in their middle, but they begin on a new connection.
+    token_file: whose token says who one is; default $DSEC_TOKEN_FILE, else the kernel says it.
     """
 
-    def __init__(self, url: str | None = None) -> None:
+    def __init__(self, url: str | None = None, *, again_s: float | None = None, token_file: str | None = None) -> None:
         self.url = url or os.environ.get("DSEC_URL") or DEFAULT_URL
-        self._stack = contextlib.AsyncExitStack()
-        self._peer: Peer | None = None
+        self._link = Link(self.url, again_s, token_file)
         self._leases: dict[str, float] = {}
         self._lease_added = asyncio.Event()
         self._renewer: asyncio.Task[None] | None = None
 
     async def open(self) -> DSecClient:
         """Connect and agree on the protocol."""
-        if self.url.startswith("ssh://"):
-            path = await self._stack.enter_async_context(forwarded(self.url))
-        elif self.url.startswith("unix://"):
-            path = self.url.removeprefix("unix://")
-        else:
-            raise DsecError("invalid", f"{self.url!r} is neither unix:///path nor ssh://host")
-        try:
-            self._peer = await Peer.connect_unix(path)
-            self._stack.push_async_callback(self._peer.aclose)
-            await self.call("daemon.hello", daemon.Hello(client=f"python/{os.getpid()}"))
-        except BaseException:
-            await self._stack.aclose()
-            raise
+        await self._link.open()
         return self
 
     async def close(self) -> None:
@@ -75,8 +89,7 @@ class DSecClient:
             self._renewer.cancel()
             await asyncio.gather(self._renewer, return_exceptions=True)
             self._renewer = None
-        await self._stack.aclose()
-        self._peer = None
+        await self._link.close()
 
     async def __aenter__(self) -> DSecClient:
         return await self.open()
@@ -85,14 +98,23 @@ class DSecClient:
         await self.close()
 
     @property
-    def peer(self) -> Peer:
-        if self._peer is None:
-            raise DsecError("invalid", "the client is not open: use `async with` or `await client.open()`")
-        return self._peer
+    def alive(self) -> bool:
+        """Whether the connection stands, as far as is known."""
+        return self._link.peer.alive
+
+    async def begin(
+        self, method: str, params: base.Params, *, window: int = 0, notified: Notified | None = None
+    ) -> Pending:
+        """A call whose bytes or notifications come in between. window: so many bytes may be streamed ahead to us."""
+        return await self._link.begin(method, params, window=window, notified=notified)
 
     async def call(self, method: str, params: base.Params) -> Any:
         """Any method of the protocol, as its messages. The typed calls below are all made of it."""
-        return await self.peer.call(method, params)
+        return await self._link.carry(method, params, lambda peer: peer.call(method, params))
+
+    async def carry(self, method: str, params: base.Params, send: Callable[[Peer], Awaitable[T]]) -> T:
+        """A call with streams that `send` can make from the start again."""
+        return await self._link.carry(method, params, send, whole=True)
 
     async def ran(self, method: str, params: base.Params) -> ExecResult:
         """A call that runs something to its end; output that was sent ahead of the reply is put back into it."""
@@ -103,18 +125,51 @@ class DSecClient:
                 piece = msgspec.json.decode(raw, type=base.ExecOutput)
                 ahead.setdefault(piece.stream, []).append(piece.data)
 
-        ran: execs.Ran = await self.peer.finish(self.peer.start(method, params, notified=notified))
+        async def send(peer: Peer) -> execs.Ran:
+            ahead[1].clear()
+            ahead[2].clear()
+            done: execs.Ran = await peer.start(method, params, notified=notified).finish()
+            return done
+
+        ran = await self._link.carry(method, params, send)
         if ran.sent_ahead:
             ran.stdout, ran.stderr = b"".join(ahead[1]), b"".join(ahead[2])
         return result_of(ran)
 
     # -- sandboxes ----------------------------------------------------------------------------------------------------
+    async def run(
+        self, args: DSecContainerRunArgs | DSecFullVMRunArgs, *, backend: Literal["auto"] | None = None,
+        timeout: float | None = None, request_id: str | None = None,
+    ) -> Sandbox:  # fmt: skip
+        """Start one sandbox of whatever kind the arguments are of (or get the one of that name).
+
+        backend "auto": of the lightest kind that fits `args.needs`; `info.choice` says which, and why.
+        """
+        spec = args.spec()
+        if backend is not None:
+            if spec.backend != "container":
+                raise DsecError("invalid", f"these arguments ask for a {spec.backend}: auto takes DSecContainerRunArgs")
+            spec.backend = backend
+        params = wire.Create(spec=spec, timeout_s=timeout, request_id=request_id)
+        return self._leased(await self.call("sandbox.create", params), args.lease_s)
+
     async def run_container(
         self, args: DSecContainerRunArgs, *, timeout: float | None = None, request_id: str | None = None
     ) -> Sandbox:
-        """Start one container (or get the one of that name)."""
-        params = wire.Create(spec=args.spec(), timeout_s=timeout, request_id=request_id)
-        return self._leased(await self.call("sandbox.create", params), args.lease_s)
+        """Start one container."""
+        return await self.run(args, timeout=timeout, request_id=request_id)
+
+    async def run_microvm(
+        self, args: DSecMicroVMRunArgs, *, timeout: float | None = None, request_id: str | None = None
+    ) -> Sandbox:
+        """Start one microVM."""
+        return await self.run(args, timeout=timeout, request_id=request_id)
+
+    async def run_fullvm(
+        self, args: DSecFullVMRunArgs, *, timeout: float | None = None, request_id: str | None = None
+    ) -> Sandbox:
+        """Start one full VM. Without dsec-agent in its image, of the calls for commands `exec` and `run_shell` work."""
+        return await self.run(args, timeout=timeout, request_id=request_id)
 
     async def run_containers(
         self, args: DSecContainerRunArgs | list[DSecContainerRunArgs], count: int | None = None, *,
@@ -132,9 +187,28 @@ class DSecClient:
             for one, lease in zip(made.results, leases, strict=True)
         ]
 
+    async def choose(
+        self, needs: DSecNeeds | None = None, *, image: str | None = None, devices: Iterable[str] = ()
+    ) -> wire.Chosen:
+        """Which backend `auto` would take, why, and what would change it. Starts nothing."""
+        params = wire.Choose(needs=needs or DSecNeeds(), image=image, devices=[*devices])
+        return cast(wire.Chosen, await self.call("sandbox.choose", params))
+
+    async def devices(self) -> device_wire.DevicePools:
+        """The host's device pools, and who has what of them."""
+        return cast(device_wire.DevicePools, await self.call("device.list", device_wire.ListDevices()))
+
     async def get(self, ident: str) -> Sandbox:
         """A sandbox by id or name."""
         return self._sandbox(await self.call("sandbox.get", wire.ById(id=ident)))
+
+    async def fork(self, ident: str, count: int = 1) -> list[Sandbox | SandboxFailed]:
+        """Copies, copy-on-write: of a container's files, of a microVM's memory and disk. One result each."""
+        made: wire.Created = await self.call("sandbox.fork", wire.Fork(id=ident, count=count))
+        return [
+            self._leased(one.sandbox, _lease_of(one.sandbox)) if one.sandbox is not None else SandboxFailed(one.error)
+            for one in made.results
+        ]
 
     async def stop_many(self, sandboxes: Iterable[Sandbox]) -> int:
         """Stop them side by side; returns how many were stopped."""
@@ -176,54 +250,7 @@ class DSecClient:
                         self._leases.pop(ident, None)
         self._renewer = None
 
-    # -- images and the host ------------------------------------------------------------------------------------------
-    async def images(self) -> list[image_wire.Image]:
-        found: image_wire.Images = await self.call("image.list", image_wire.ListImages())
-        return found.images
-
-    async def import_image(
-        self, params: image_wire.Import, stream: AsyncIterator[bytes] | None = None, progress: Any = None
-    ) -> image_wire.Image:
-        """Import an image; `stream` gives its tar. progress(base.Progress) is called now and then."""
-        pending = self.peer.start("image.import", params, notified=_on_progress(progress))
-        if stream is not None:
-            await self.pour(pending, stream)
-        return cast(image_wire.Image, await self.peer.finish(pending))
-
-    async def bootstrap_image(self, params: image_wire.Bootstrap, progress: Any = None) -> image_wire.Image:
-        """Make a Debian base on the daemon's host with mmdebstrap."""
-        pending = self.peer.start("image.bootstrap", params, notified=_on_progress(progress))
-        return cast(image_wire.Image, await self.peer.finish(pending))
-
-    async def collapse_images(self, params: image_wire.Collapse, progress: Any = None) -> image_wire.Image:
-        """Merge layers into one image, offline; they stay."""
-        pending = self.peer.start("image.collapse", params, notified=_on_progress(progress))
-        return cast(image_wire.Image, await self.peer.finish(pending))
-
-    async def push_image(self, params: image_wire.Push, progress: Any = None) -> image_wire.Pushed:
-        """Bring an image to a registry."""
-        pending = self.peer.start("image.push", params, notified=_on_progress(progress))
-        return cast(image_wire.Pushed, await self.peer.finish(pending))
-
-    async def pull_image(self, params: image_wire.Pull, progress: Any = None) -> image_wire.Image:
-        """Get an image that was pushed, with its data or lazily."""
-        pending = self.peer.start("image.pull", params, notified=_on_progress(progress))
-        return cast(image_wire.Image, await self.peer.finish(pending))
-
-    async def pour(self, pending: Pending, stream: AsyncIterator[bytes]) -> None:
-        """Send a stream under the server's credit. When the call ends early, its own error is what counts."""
-        assert pending.outflow is not None
-        try:
-            async for chunk in stream:
-                await pending.outflow.write(chunk)
-        except DsecError:
-            if not pending.future.done():
-                raise
-        except BaseException:
-            self.peer.notify("$/cancelRequest", base.Cancel(pending.ident))
-            raise
-        self.peer.end_upload(pending)
-
+    # -- streams ------------------------------------------------------------------------------------------------------
     async def events(
         self, labels: Mapping[str, str] | None = None, *, since: int | None = None
     ) -> AsyncGenerator[wire.Event, None]:
@@ -235,21 +262,21 @@ class DSecClient:
                 queue.put_nowait(msgspec.json.decode(raw, type=wire.Event))
 
         params = wire.Events(labels=dict(labels or {}), since=since)
-        pending = self.peer.start("sandbox.events", params, notified=notified)
+        pending = await self.begin("sandbox.events", params, notified=notified)
         pending.future.add_done_callback(lambda _f: queue.put_nowait(None))
         try:
             while (event := await queue.get()) is not None:
                 yield event
-            await self.peer.finish(pending)
+            await pending.finish()
         finally:
-            if not pending.future.done():
-                self.peer.notify("$/cancelRequest", base.Cancel(pending.ident))
+            pending.cancel()
 
     async def list(
-        self, labels: Mapping[str, str] | None = None, *, mine: bool = False, states: Iterable[wire.State] = ()
-    ) -> list[Sandbox]:
+        self, labels: Mapping[str, str] | None = None, *, mine: bool = False, states: Iterable[wire.State] = (),
+        job: str | None = None,
+    ) -> list[Sandbox]:  # fmt: skip
         """Those that are alive, or that are in one of `states`."""
-        params = wire.List(labels=dict(labels or {}), states=[*states], mine=mine)
+        params = wire.List(labels=dict(labels or {}), states=[*states], mine=mine, job=job)
         found: wire.Sandboxes = await self.call("sandbox.list", params)
         return [self._sandbox(info) for info in found.sandboxes]
 
@@ -262,7 +289,7 @@ class SandboxFailed(DsecError):
         super().__init__(cast(Any, failed.kind), failed.message, infra=failed.infra, retryable=failed.retryable)
 
 
-class Sandbox:
+class Sandbox(SandboxNetworkCalls):
     """One sandbox. `info` is what the daemon said last; `refresh` asks again."""
 
     def __init__(self, client: DSecClient, info: wire.Sandbox) -> None:
@@ -287,6 +314,40 @@ class Sandbox:
     async def pause(self) -> None:
         self.info = await self._client.call("sandbox.pause", wire.ById(id=self.id))
 
+    async def console(self) -> bytes:
+        """The last 64 KiB that a microVM's guest wrote to its serial console."""
+        answer: vm_wire.Console = await self._client.call("vm.console", vm_wire.ConsoleParams(id=self.id))
+        return answer.data
+
+    async def disk_snapshots(self) -> list[str]:
+        """Names of the snapshots of a full VM's disk, oldest first."""
+        found: vm_wire.Snapshots = await self._client.call("vm.snapshots", vm_wire.SnapshotsParams(id=self.id))
+        return found.names
+
+    async def disk_snapshot(self, name: str) -> None:
+        """Take one, while it runs."""
+        await self._client.call("vm.snapshot", vm_wire.SnapshotParams(id=self.id, name=name))
+
+    async def disk_revert(self, name: str) -> None:
+        """Boot it anew from one."""
+        await self._client.call("vm.revert", vm_wire.SnapshotParams(id=self.id, name=name))
+
+    async def screen(self) -> screen_wire.Picture:
+        """What a full VM's screen shows now."""
+        return cast(screen_wire.Picture, await self._client.call("screen.capture", screen_wire.Capture(id=self.id)))
+
+    async def screen_input(self, **what: Any) -> None:
+        """Move, click, type, press keys: the fields of `dsecd.wire.screen.Input`."""
+        await self._client.call("screen.input", screen_wire.Input(id=self.id, **what))
+
+    async def fork(self, count: int = 1) -> list[Sandbox | SandboxFailed]:
+        """Copies of it as it is now: of a container its files, without processes; of a microVM memory, too."""
+        return await self._client.fork(self.id, count)
+
+    async def pack_diff(self, name: str, **options: Any) -> env_wire.Packed:
+        """What it wrote becomes the environment `name`, to start others from. Options as of `DSecClient.pack_diff`."""
+        return await self._client.pack_diff(self.id, name, **options)
+
     async def resume(self) -> None:
         self.info = await self._client.call("sandbox.resume", wire.ById(id=self.id))
 
@@ -305,20 +366,26 @@ class Sandbox:
     async def exec(self, argv: list[str], **options: Any) -> ExecResult:
         """Run a program. timeout: seconds, then it is killed with all its descendants and `timed_out` is set.
 
-        stdin: bytes or text; env, cwd, user; cap_bytes: output kept per stream; request_id: the idempotency key.
+        stdin: bytes or text; env, cwd, user; cap_bytes: output kept per stream; request_id: the idempotency key. fresh:
+        in a copy of its files that is made for this command: none of its processes, and nothing that it does stays.
+        keep: paths; of what the sandbox wrote, a fresh command sees these, and the images' own files elsewhere.
         """
         return await self._run(execs.Run(id=self.id, argv=argv), **options)
 
     async def _run(
         self, params: execs.Run, *, timeout: float | None = None, stdin: bytes | str | None = None,
         env: Mapping[str, str] | None = None, cwd: str | None = None, user: str | None = None,
-        cap_bytes: int = 8 << 20, request_id: str | None = None,
+        cap_bytes: int = 8 << 20, request_id: str | None = None, fresh: bool = False,
+        keep: Iterable[str] = (),
     ) -> ExecResult:  # fmt: skip
         data = stdin.encode() if isinstance(stdin, str) else stdin
         if data is not None and len(data) > base.MAX_INLINE:
+            if fresh:
+                raise DsecError("invalid", f"stdin of a fresh command is at most {base.MAX_INLINE} bytes: write a file")
             return await self._run_fed(params, data, timeout, env, cwd, user, cap_bytes, request_id)
-        params.timeout_s, params.stdin, params.env = timeout, data, dict(env or {})
+        params.timeout_s, params.stdin, params.env, params.fresh = timeout, data, dict(env or {}), fresh
         params.cwd, params.user, params.cap_bytes, params.request_id = cwd, user, cap_bytes, request_id
+        params.keep = [*keep]
         return await self._client.ran("exec.run", params)
 
     async def _run_fed(
@@ -362,13 +429,16 @@ class Sandbox:
     # -- files --------------------------------------------------------------------------------------------------------
     async def read_file(self, path: str | bytes, *, offset: int = 0, size: int = 0) -> bytes:
         """The bytes of a file; size 0: to its end."""
-        peer = self._client.peer
         params = files.Read(id=self.id, offset=offset, size=size, stream=True, **_path(path))
-        pending = peer.start("file.read", params, window=params.window)
-        assert pending.inflow is not None
-        chunks = [chunk async for chunk in pending.inflow]
-        await peer.finish(pending)
-        return b"".join(chunks)
+
+        async def send(peer: Peer) -> bytes:
+            pending = peer.start("file.read", params, window=params.window)
+            assert pending.inflow is not None
+            chunks = [chunk async for chunk in pending.inflow]
+            await pending.finish()
+            return b"".join(chunks)
+
+        return await self._client.carry("file.read", params, send)
 
     async def write_file(
         self, path: str | bytes, data: bytes | str, *, mode: int = 0o644, append: bool = False, exclusive: bool = False,
@@ -382,11 +452,14 @@ class Sandbox:
             params.stream = False
         else:
             params.stream = True
-        pending = self._client.peer.start("file.write", params)
-        if params.stream:
-            await self._client.pour(pending, _chunks(raw))
-        done: files.Written = await self._client.peer.finish(pending)
-        return done.size
+
+        async def send(peer: Peer) -> files.Written:
+            pending = peer.start("file.write", params)
+            if params.stream:
+                await pending.pour(_chunks(raw))
+            return cast(files.Written, await pending.finish())
+
+        return (await self._client.carry("file.write", params, send)).size
 
     async def list_dir(self, path: str | bytes) -> list[files.Entry]:
         found: files.Entries = await self._client.call("file.list", files.ListDir(id=self.id, **_path(path)))
@@ -415,158 +488,64 @@ class Sandbox:
 
         name: what the file or the directory itself is called below `path`.
         """
-        issues: list[str] = []
-        report = await self.upload_tar(pack(local, issues, name=name), path, uid=uid, gid=gid)
-        return TreeReport(report.entries, [*issues, *report.issues])
+        params = files.Upload(id=self.id, uid=uid, gid=gid, **_path(path))
+
+        async def send(peer: Peer) -> TreeReport:
+            issues: list[str] = []
+            done = await _unpacked(peer.start("tree.upload", params), pack(local, issues, name=name))
+            return TreeReport(done.entries, [*issues, *done.issues])
+
+        return await self._client.carry("tree.upload", params, send)
 
     async def upload_tar(
         self, stream: AsyncIterator[bytes], path: str | bytes, *, uid: int | None = None, gid: int | None = None
     ) -> TreeReport:
         """Unpack a tar stream below `path`. Entries belong to whom the tar says, or to uid."""
-        pending = self._client.peer.start("tree.upload", files.Upload(id=self.id, uid=uid, gid=gid, **_path(path)))
-        await self._client.pour(pending, stream)
-        done: files.TreeDone = await self._client.peer.finish(pending)
+        params = files.Upload(id=self.id, uid=uid, gid=gid, **_path(path))
+        done = await _unpacked(await self._client.begin("tree.upload", params), stream)
         return TreeReport(done.entries, done.issues)
 
     async def download(self, path: str | bytes, local: str | os.PathLike[str]) -> TreeReport:
         """Copy what is below `path` into a local directory. Nothing is ever written outside it."""
-        pending, source = self._download(path)
+        pending, source = await self._download(path)
         issues = await unpack_stream(source, local)
-        done: files.TreeDone = await self._client.peer.finish(pending)
+        done: files.TreeDone = await pending.finish()
         return TreeReport(done.entries, [*done.issues, *issues])
 
     async def download_tar(self, path: str | bytes, write: Callable[[bytes], Awaitable[object]]) -> TreeReport:
         """What is below `path` as a tar, given to `write` piece by piece."""
-        pending, source = self._download(path)
+        pending, source = await self._download(path)
         while chunk := await source.take():
             await write(chunk)
-        done: files.TreeDone = await self._client.peer.finish(pending)
+        done: files.TreeDone = await pending.finish()
         return TreeReport(done.entries, done.issues)
 
-    def _download(self, path: str | bytes) -> tuple[Pending, Inflow]:
+    async def _download(self, path: str | bytes) -> tuple[Pending, Inflow]:
         params = files.Download(id=self.id, **_path(path))
-        pending = self._client.peer.start("tree.download", params, window=params.window)
+        pending = await self._client.begin("tree.download", params, window=params.window)
         assert pending.inflow is not None
         return pending, pending.inflow
 
     async def connect_port(self, port: int) -> Tunnel:
         """A byte tunnel to a TCP port inside."""
-        params = execs.PortConnect(id=self.id, port=port)
-        return Tunnel(self._client, self._client.peer.start("port.connect", params, window=params.window))
+        return await self._tunnel(execs.PortConnect(id=self.id, port=port))
+
+    async def connect_vnc(self) -> Tunnel:
+        """A connection to a full VM's screen, in VNC's protocol (RFC 6143): a viewer's end of it."""
+        return await self._tunnel(execs.PortConnect(id=self.id, port="vnc"))
+
+    async def _tunnel(self, params: execs.PortConnect) -> Tunnel:
+        return Tunnel(await self._client.begin("port.connect", params, window=params.window))
 
 
-class Process:
-    """A command that was started. `output` follows it; `wait` gives what was kept."""
-
-    def __init__(self, client: DSecClient, sandbox: str, ident: str) -> None:
-        self._client = client
-        self._ref: dict[str, Any] = {"id": sandbox, "exec_id": ident}
-        self.id = ident
-        self.ended: ExecResult | None = None  # how it ended, once `output` has come to its end; without output
-        self.missed = 0  # bytes written before `output` began that were over the cap
-
-    async def wait(self, *, timeout: float | None = None) -> ExecResult:
-        """Its result. timeout: of this call, not of the command."""
-        return await self._client.ran("exec.wait", execs.Wait(timeout_s=timeout, **self._ref))
-
-    async def write(self, data: bytes, *, eof: bool = False) -> None:
-        """Feed its stdin; waits while the command does not read."""
-        for start in range(0, len(data), CHUNK):
-            await self._client.call("exec.stdin", execs.Stdin(data=data[start : start + CHUNK], **self._ref))
-        if eof:
-            await self._client.call("exec.stdin", execs.Stdin(eof=True, **self._ref))
-
-    async def signal(self, number: int = 15, *, everything: bool = False) -> None:
-        await self._client.call("exec.signal", execs.Signal(signal=number, all=everything, **self._ref))
-
-    async def resize(self, rows: int, cols: int) -> None:
-        await self._client.call("exec.resize", execs.Resize(rows=rows, cols=cols, **self._ref))
-
-    async def output(self, *, stdout_from: int = 0, stderr_from: int = 0) -> AsyncGenerator[tuple[int, bytes], None]:
-        """(1, data) of stdout and (2, data) of stderr as they come, to the end. Not reading makes the command wait."""
-        peer = self._client.peer
-        queue: asyncio.Queue[base.ExecOutput | None] = asyncio.Queue()
-
-        def notified(method: str, raw: msgspec.Raw) -> None:
-            if method == "exec.output":
-                queue.put_nowait(msgspec.json.decode(raw, type=base.ExecOutput))
-
-        params = execs.Attach(stdout_from=stdout_from, stderr_from=stderr_from, **self._ref)
-        at = {1: stdout_from, 2: stderr_from}
-        pending = peer.start("exec.attach", params, notified=notified)
-        pending.future.add_done_callback(lambda _f: queue.put_nowait(None))
-        try:
-            while (item := await queue.get()) is not None:
-                self.missed += item.offset - at[item.stream]
-                at[item.stream] = item.offset + len(item.data)
-                yield item.stream, item.data
-                limit = at[item.stream] + params.window
-                peer.notify("stream.credit", base.StreamCredit(pending.ident, limit, item.stream))
-            self.ended = result_of(await peer.finish(pending))
-        finally:
-            if not pending.future.done():
-                peer.notify("$/cancelRequest", base.Cancel(pending.ident))
+async def _unpacked(pending: Pending, stream: AsyncIterator[bytes]) -> files.TreeDone:
+    await pending.pour(stream)
+    return cast(files.TreeDone, await pending.finish())
 
 
-class Session:
-    """An open shell."""
-
-    def __init__(self, client: DSecClient, sandbox: str, ident: str) -> None:
-        self._client = client
-        self._ref: dict[str, Any] = {"id": sandbox, "session_id": ident}
-        self.id = ident
-
-    async def run(
-        self, line: str, *, timeout: float | None = None, cap_bytes: int = 8 << 20, request_id: str | None = None
-    ) -> ExecResult:
-        """Run one line (or several) in it."""
-        params = execs.SessionRun(
-            shell=line, timeout_s=timeout, cap_bytes=cap_bytes, request_id=request_id, **self._ref
-        )
-        return await self._client.ran("session.run", params)
-
-    async def close(self) -> None:
-        await self._client.call("session.close", execs.SessionRef(**self._ref))
-
-    async def __aenter__(self) -> Session:
-        return self
-
-    async def __aexit__(self, *_exc: object) -> None:
-        await self.close()
-
-
-class Tunnel:
-    """Bytes to and from a port inside."""
-
-    def __init__(self, client: DSecClient, pending: Pending) -> None:
-        self._client = client
-        self._pending = pending
-
-    async def read(self) -> bytes:
-        """The next bytes; b"" at the end."""
-        assert self._pending.inflow is not None
-        return await self._pending.inflow.take()
-
-    async def write(self, data: bytes) -> None:
-        assert self._pending.outflow is not None
-        await self._pending.outflow.write(data)
-
-    def write_eof(self) -> None:
-        self._client.peer.end_upload(self._pending)
-
-    async def close(self) -> None:
-        if not self._pending.future.done():
-            self._client.peer.notify("$/cancelRequest", base.Cancel(self._pending.ident))
-        with contextlib.suppress(DsecError):
-            await self._client.peer.finish(self._pending)
-
-
-def _on_progress(progress: Callable[[base.Progress], None] | None) -> Callable[[str, msgspec.Raw], None]:
-    def notified(method: str, raw: msgspec.Raw) -> None:
-        if method == "progress" and progress is not None:
-            progress(msgspec.json.decode(raw, type=base.Progress))
-
-    return notified
+def _lease_of(info: wire.Sandbox) -> float | None:
+    """Of one that was made just now: what is left of it."""
+    return None if info.lease_deadline is None else max(info.lease_deadline - time.time(), 0.5)
 
 
 def _path(path: str | bytes) -> dict[str, Any]:

@@ -7,13 +7,18 @@ from dataclasses import dataclass, field
 from dsecd.wire import execs
 from dsecd.wire import sandbox as wire
 
+DSecNeeds = wire.Needs
+
 
 @dataclass(kw_only=True)
 class DSecContainerRunArgs:
     """What `run_container` starts. Sizes in MiB, times in seconds.
 
     container_image: base image; workspace and toolkits are layers above it. ttl_running_stop: stop after so long
-    without a running command. lease_s: stop when this process is gone for so long (the SDK renews it).
+    without a running command. lease_s: stop when this process is gone for so long (the SDK renews it). devices: pools
+    of the host's configuration, `gpu` or `gpu:2`, waited for at most `device_wait_s`. needs: what the task declares; it
+    decides with `run(args, backend="auto")`, where container_image may be a VM's disk too. job: `pause_job` and its
+    like act on all of one. paused_clock: whether ttl_total and lease_s go on while it is paused.
     """
 
     container_image: str
@@ -32,9 +37,14 @@ class DSecContainerRunArgs:
     workdir: str | None = None
     hostname: str | None = None
     name: str | None = None
+    job: str | None = None
     labels: dict[str, str] = field(default_factory=dict)
     owner: str = ""
     on_expiry: wire.OnExpiry = "stop"
+    paused_clock: wire.PausedClock = "stopped"
+    devices: list[str] = field(default_factory=list)
+    device_wait_s: float = 60.0
+    needs: DSecNeeds | None = None
 
     def spec(self) -> wire.Spec:
         """As the wire has it."""
@@ -42,9 +52,58 @@ class DSecContainerRunArgs:
             image=self.container_image, workspace=self.workspace, toolkits=self.toolkits, cpu=self.cpu_cores_limit,
             memory_mb=self.memory_limit_mb, disk_mb=self.disk_limit_mb, pids=self.pids_limit,
             network_rules=self.network_rules, env=self.env, workdir=self.workdir, user=self.init_user,
-            hostname=self.hostname, name=self.name, labels=self.labels, owner=self.owner,
+            hostname=self.hostname, name=self.name, job=self.job, labels=self.labels, owner=self.owner,
             ttl_idle_s=self.ttl_running_stop, ttl_total_s=self.ttl_total, on_expiry=self.on_expiry,
-            lease_s=self.lease_s,
+            paused_clock=self.paused_clock,
+            lease_s=self.lease_s, devices=self.devices, device_wait_s=self.device_wait_s, needs=self.needs,
+        )  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class DSecMicroVMRunArgs(DSecContainerRunArgs):
+    """What `run_microvm` starts: the same, as a virtual machine with a kernel of its own.
+
+    root: how its layers reach it: `pmem` (DAX: all guests share the host's page cache) or `blk` (each has its own).
+    """
+
+    root: wire.Root = "pmem"
+
+    def spec(self) -> wire.Spec:
+        spec = super().spec()
+        spec.backend, spec.root = "microvm", self.root
+        return spec
+
+
+@dataclass(kw_only=True)
+class DSecFullVMRunArgs:
+    """What `run_fullvm` starts: a whole operating system from a disk image (`dsecctl image list` shows kind vm)."""
+
+    vm_image: str
+    memory_limit_mb: int = 2048
+    cpu_cores_limit: float = 1.0
+    disk_limit_mb: int = 4096
+    network_rules: dict[str, bool] = field(default_factory=dict)
+    ttl_running_stop: float | None = None
+    ttl_total: float | None = None
+    lease_s: float | None = None
+    env: dict[str, str] = field(default_factory=dict)
+    workdir: str | None = None
+    name: str | None = None
+    job: str | None = None
+    labels: dict[str, str] = field(default_factory=dict)
+    owner: str = ""
+    on_expiry: wire.OnExpiry = "stop"
+    paused_clock: wire.PausedClock = "stopped"
+    profile: wire.Profile | None = None
+
+    def spec(self) -> wire.Spec:
+        """As the wire has it."""
+        return wire.Spec(
+            image=self.vm_image, backend="fullvm", cpu=self.cpu_cores_limit, memory_mb=self.memory_limit_mb,
+            disk_mb=self.disk_limit_mb, network_rules=self.network_rules, env=self.env, workdir=self.workdir,
+            name=self.name, job=self.job, labels=self.labels, paused_clock=self.paused_clock, owner=self.owner,
+            ttl_idle_s=self.ttl_running_stop, ttl_total_s=self.ttl_total, on_expiry=self.on_expiry,
+            lease_s=self.lease_s, profile=self.profile,
         )  # fmt: skip
 
 
@@ -53,7 +112,8 @@ class ExecResult:
     """How a command ended. `stdout` and `stderr` are text that never fails to decode; `*_bytes` are exact.
 
     exit_code is 128+n when signal n ended it. truncated: output went over the cap, `*_dropped` bytes are missing behind
-    the first `*_head`. oom, pids_limit, disk_full: the sandbox hit that limit meanwhile.
+    the first `*_head`, and `*_dropped_sha256` is their digest. oom, pids_limit, disk_full: the sandbox hit that limit
+    meanwhile.
     """
 
     exit_code: int
@@ -67,6 +127,8 @@ class ExecResult:
     stderr_dropped: int
     stdout_head: int
     stderr_head: int
+    stdout_dropped_sha256: str
+    stderr_dropped_sha256: str
     queued_ms: float
     ran_ms: float
     cpu_ms: float
@@ -95,5 +157,6 @@ def result_of(ran: execs.Ran) -> ExecResult:
         exit_code=ran.exit_code, stdout_bytes=ran.stdout, stderr_bytes=ran.stderr, timed_out=ran.timed_out,
         oom=ran.oom, pids_limit=ran.pids_limit, disk_full=ran.disk_full, stdout_dropped=ran.stdout_dropped,
         stderr_dropped=ran.stderr_dropped, stdout_head=ran.stdout_head, stderr_head=ran.stderr_head,
+        stdout_dropped_sha256=ran.stdout_dropped_sha256, stderr_dropped_sha256=ran.stderr_dropped_sha256,
         queued_ms=ran.queued_ms, ran_ms=ran.ran_ms, cpu_ms=ran.cpu_ms, replayed=ran.replayed, exec_id=ran.exec_id,
     )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import ctypes
 import fcntl
 import grp
 import logging
@@ -19,12 +20,20 @@ from pathlib import Path
 from typing import Any, Final
 
 from dsecd import __version__, notify
+from dsecd.agent.frames import Field, Tag
+from dsecd.api.gate import Gate
+from dsecd.api.metrics import Metrics
 from dsecd.api.table import handlers
+from dsecd.api.tenants import TenantApi
+from dsecd.cgroup.bounds import bounds
+from dsecd.cgroup.groups import Cgroups
 from dsecd.config import DEFAULT_PATH, Config, documented, load
 from dsecd.container.backend import ContainerBackend
-from dsecd.container.cgroup import Cgroups
 from dsecd.container.runtime import Runtime
-from dsecd.container.seccomp import command_filter
+from dsecd.container.seccomp import caps_mask, command_filter
+from dsecd.damon.host import HostDamon
+from dsecd.damon.policy import Policy
+from dsecd.devices.pools import DevicePools
 from dsecd.disk import PoolConfig, open_pool
 from dsecd.erofs.claims import host_owner
 from dsecd.erofs.lazy import lazy_drivers
@@ -32,22 +41,45 @@ from dsecd.erofs.mount import MountTable
 from dsecd.erofs.pages.client import Pages, pages_config
 from dsecd.erofs.store import ImageStore
 from dsecd.errors import DsecError
+from dsecd.fncall.runner import Runner
 from dsecd.logs import set_up
+from dsecd.net.network import Network
+from dsecd.reload import Reloader, limits
+from dsecd.rollout.service import Rollouts
 from dsecd.sandbox.admission import Admission, Capacity
+from dsecd.sandbox.brake import Brake
+from dsecd.sandbox.callboxes import CallPlaces
 from dsecd.sandbox.cpus import CpuChooser
 from dsecd.sandbox.ids import Slots
 from dsecd.sandbox.live import Rooms
 from dsecd.sandbox.manager import Manager
+from dsecd.sandbox.pressure import Pressure
+from dsecd.sandbox.recorder import Recorder
 from dsecd.sandbox.recover import recover
 from dsecd.sandbox.replay import Replay
 from dsecd.sandbox.store import Store
+from dsecd.sandbox.trajectory import Trajectories
+from dsecd.sandbox.vms import VmDirs, Vms, VmSettings
+from dsecd.tenants.audit import AuditLog
+from dsecd.tenants.service import Tenants
+from dsecd.vmm.disks import DiskStore
+from dsecd.vmm.firecracker import FirecrackerDriver
+from dsecd.vmm.kernel import KernelStore
+from dsecd.vmm.machine import Driver
+from dsecd.vmm.qemu import QemuDriver
+from dsecd.vmm.select import find_driver
+from dsecd.wire import rollouts as rollout_wire
+from dsecd.wire.access import AUDITED
 from dsecd.wire.base import Params
-from dsecd.wire.server import Call, Server
+from dsecd.wire.server import Call, Server, bound
+from dsecd.wire.trajectory import Who
+from dsecd.wire.watch import Watch
 
 log = logging.getLogger("dsecd")
 
 GHOST_S: Final = 1.0
 HEARTBEAT_S: Final = 6 * 3600.0
+TRIM_S: Final = 3600.0
 _HERE: Final = Path(__file__).resolve().parents[1]
 
 
@@ -70,14 +102,14 @@ def main(argv: list[str] | None = None) -> int:
         set_up(config.log_level)
         if os.geteuid() != 0:
             raise DsecError("denied", "dsecd must be root: it mounts images and makes namespaces")
-        asyncio.run(_run(config))
+        asyncio.run(_run(config, path))
     except DsecError as exc:
         sys.stderr.write(f"dsecd: {exc.message}\n")
         return 1
     return 0
 
 
-async def _run(config: Config) -> None:
+async def _run(config: Config, path: Path | None) -> None:
     _adapt_process()
     state, run = Path(config.state_dir), Path(config.run_dir)
     with contextlib.ExitStack() as stack:
@@ -86,12 +118,29 @@ async def _run(config: Config) -> None:
         listener = stack.enter_context(_listener(config))
         manager, store, backend = await _build(config, state, run)
         stack.callback(store.close)
+        tenants, audit = Tenants(store), AuditLog(state / "audit")
+        await tenants.open()
+        await audit.open()
+        manager.admission.allowance = tenants.ledger
         notify.status("taking back sandboxes")
         await manager.take_back()
+        await asyncio.to_thread(manager.rooms.vms.tidy, manager.rooms.images)
         await backend.mounts.adopt()
-        replay = Replay(store, lambda method, params, uid: recover(manager, method, params, uid))
+        recorder = manager.rooms.recorder
+        stack.callback(recorder.trajectories.close)
+        rollouts = Rollouts(manager, run / "rollouts")
+
+        async def became(method: str, params: Params, who: Who) -> Any:
+            if isinstance(params, rollout_wire.Start):
+                return await rollouts.recover(params, who)
+            return await recover(manager, method, params, who)
+
+        replay = Replay(store, recorder, became)
         await replay.trim()
-        await _serve(config, manager, replay, listener)
+        reloader = Reloader(path, config, manager, lambda new: _capacity(new, manager.rooms))
+        await _serve(config, manager, rollouts, replay, listener, reloader, tenants, audit)
+        await audit.close()
+        await backend.network.close()
         await backend.mounts.close()
         await asyncio.to_thread(backend.pages.close)
 
@@ -103,8 +152,10 @@ async def _build(config: Config, state: Path, run: Path) -> tuple[Manager, Store
     obstacle = cgroups.obstacle()
     if obstacle and Path(runtime.program).name == "crun":
         raise DsecError("unsupported", obstacle)
+    hello: list[Field] = [(Tag.SECCOMP, command_filter()), (Tag.CAPS, caps_mask())]
     images = ImageStore(state / "images", stores=config.stores, owner=host_owner(config.tag))
     pages = Pages(pages_config(config))
+    network = Network(config.network, run / "net", config.id_first_slot)
     rooms = Rooms(
         images=images,
         mounts=MountTable(run / "images", images, linger_s=config.image_linger_s, drivers=lazy_drivers(pages)),
@@ -113,26 +164,57 @@ async def _build(config: Config, state: Path, run: Path) -> tuple[Manager, Store
             open_pool, state, PoolConfig(driver=config.disk_driver, size_bytes=config.disk_pool_mb << 20)
         ),
         containers=ContainerBackend(
-            runtime, _tool(config, "dsec-agent"), run / "sandboxes", cgroups, command_filter(), _profile(config)
+            runtime, _tool(config, "dsec-agent"), run / "sandboxes", cgroups, hello, _profile(config)
         ),
+        vms=_vms(config, state, run, cgroups, hello, network),
+        devices=DevicePools([Path(one) for one in config.cdi_dirs], config.devices),
+        network=network,
         slots=Slots(config.id_first_slot, config.id_last_slot),
         cpus=CpuChooser(),
+        recorder=Recorder(Trajectories(state / "trajectory"), lambda ident: manager.record(ident).id),
+        environments=config.environments,
     )
     store = Store(state / "state.db")
-    manager = Manager(config.tag, rooms, store, Admission(await _capacity(config, rooms)))
+    admission = Admission(await _capacity(config, rooms), state / "cordoned", Brake(limits(config)))
+    manager = Manager(config.tag, rooms, store, admission)
     loop = asyncio.get_running_loop()
 
     def on_lost(digests: list[str]) -> None:
         loop.call_soon_threadsafe(manager.images_lost, digests)
 
     pages.on_lost = on_lost
+    rooms.network.on_refused = manager.network_refused
     return manager, store, rooms
 
 
+def _vms(config: Config, state: Path, run: Path, cgroups: Cgroups, hello: list[Field], network: Network) -> Vms:
+    def find() -> Driver:
+        driver = find_driver(config.vm_driver)
+        if isinstance(driver, QemuDriver):
+            driver.taps = network.open_tap
+        elif isinstance(driver, FirecrackerDriver):
+            driver.lend = network.lend_tap
+        return driver
+
+    settings = VmSettings(
+        dirs=VmDirs(run / "sandboxes", state / "vms", Path(config.vm_memory_dir), state / "pmem"),
+        kernel=config.vm_kernel,
+        agent=_tool(config, "dsec-agent"),
+        hello=hello,
+        damon=Policy(enabled=config.vm_damon, min_age_s=config.vm_damon_min_age_s),
+        host_damon=HostDamon(state / "damon.json") if config.vm_host_damon else None,
+    )
+    return Vms(settings, cgroups, KernelStore(state / "kernels"), DiskStore(state / "vmimages"), find)
+
+
 async def _capacity(config: Config, rooms: Rooms) -> Capacity:
-    memory_mb = (os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) >> 20
+    cgroups = rooms.containers.cgroups
+    set_by_slice = bounds(cgroups.root, cgroups.unified)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory_mb = min(memory, set_by_slice.memory or memory) >> 20
     _, disk = await asyncio.to_thread(rooms.pool.free)
-    cpus = len(os.sched_getaffinity(0))
+    cores = float(len(os.sched_getaffinity(0)))
+    cpus = min(cores, set_by_slice.cpu or cores)
     return Capacity(
         sandboxes=min(config.max_sandboxes, config.id_last_slot - config.id_first_slot + 1),
         cpu=cpus * config.cpu_overcommit,
@@ -143,33 +225,66 @@ async def _capacity(config: Config, rooms: Rooms) -> Capacity:
     )
 
 
-async def _serve(config: Config, manager: Manager, replay: Replay, listener: socket.socket) -> None:
-    async def once(call: Call, params: Params, invoke: Any) -> Any:
+async def _serve(
+    config: Config, manager: Manager, rollouts: Rollouts, replay: Replay, listener: socket.socket, reloader: Reloader,
+    tenants: Tenants, audit: AuditLog,
+) -> None:  # fmt: skip
+    async def kept(call: Call, params: Params, invoke: Any) -> Any:
+        if call.name in AUDITED:
+            return await audit.around(call.name, params, call.peer, invoke)
+        who = call.peer.who
+        if params.request_id is None or not call.method.once:
+            return await manager.rooms.recorder.record(call.name, params, who, invoke)
         try:
-            return await replay.once(call.name, params, call.peer.uid, invoke)
+            return await replay.once(call.name, params, who, invoke, call.upload(params))
         except asyncio.CancelledError:
             if call.cancelled:
                 replay.cancel(params, call.peer.uid)
             raise
 
-    table, daemon = handlers(config, manager)
-    server = daemon.server = Server(table, once)
+    places = CallPlaces(config.tag, manager.rooms, config.fncall.memory_max_mb << 20, _profile(config))
+    runner = Runner(config.fncall, places)
+    watch = Watch(config.metrics.traces, config.tag)
+    table, daemon = handlers(config, manager, runner, rollouts, TenantApi(tenants, audit), reloader, watch)
+    gate = Gate(manager, rollouts, audit)
+    table = gate.guarded(table)
+    server = daemon.server = Server(table, kept, None, tenants.greet, tenants.assume, gate.check)
+    server.watch = watch
+    tenants.on_change = lambda: server.renew(tenants.renewed)
+    pressure = Pressure(manager.running_vms)
+    metrics = Metrics(config, manager, runner, daemon, pressure)
+    await rollouts.open(table, kept)
+    await metrics.open(_group(config.socket_group))
     await server.serve(listener)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    loop.add_signal_handler(signal.SIGHUP, reloader.hangup)
     log.info("ready: %d sandboxes taken back", manager.admission.count)
     watchdog = loop.create_task(notify.watchdog())
     beats = loop.create_task(_say_alive(manager.rooms.images))
+    trimming = loop.create_task(_trim(config, manager))
+    squeezing = loop.create_task(pressure.run())
+    lag = loop.create_task(metrics.process.watch_lag())
+    tending = loop.create_task(runner.tend())
+    networks = loop.create_task(manager.rooms.network.tend())
     notify.ready(f"{manager.admission.count} sandboxes")
     await stop.wait()
     notify.stopping()
     log.info("stopping; sandboxes go on")
     watchdog.cancel()
     beats.cancel()
+    trimming.cancel()
+    squeezing.cancel()
+    tending.cancel()
+    networks.cancel()
+    lag.cancel()
+    await metrics.close()
     manager.detach()
     await replay.close()
+    await runner.close()
+    await rollouts.close()
     await server.close()
     await manager.close()
 
@@ -181,6 +296,16 @@ async def _say_alive(images: ImageStore) -> None:
         await asyncio.sleep(HEARTBEAT_S)
 
 
+async def _trim(config: Config, manager: Manager) -> None:
+    """Old trajectories go, of sandboxes that are over."""
+    while True:
+        await asyncio.sleep(TRIM_S)
+        live = {record.id for record in manager.all((), {}, None)}
+        keep_s, keep_bytes = config.trajectory_keep_days * 86400.0, config.trajectory_max_mb << 20
+        if gone := await manager.trajectory.trim(live, keep_s, keep_bytes):
+            log.info("removed %d trajectories", len(gone))
+
+
 # -- the process ------------------------------------------------------------------------------------------------------
 def _adapt_process() -> None:
     """A daemon of thousands of descriptors. Containers' init processes are the host's init's, which reaps them."""
@@ -188,6 +313,17 @@ def _adapt_process() -> None:
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     os.umask(0o022)
+    _keep_heap_small()
+
+
+def _keep_heap_small() -> None:
+    """glibc puts buffers of megabytes into its heap once one was freed, and the heap does not shrink again: after forty
+    answers of 8 MB the daemon had 62 MiB, with this 41, and 36 to begin with. mallopt(3)."""
+    trim_threshold, mmap_threshold = -1, -3
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # another C library may have none
+    if mallopt is not None:
+        mallopt(trim_threshold, 1 << 20)
+        mallopt(mmap_threshold, 1 << 19)
 
 
 def _directories(state: Path, run: Path) -> None:
@@ -223,8 +359,11 @@ def _locked(fd: int) -> bool:
 
 def _answers(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
         try:
             probe.connect(str(path))
+        except BlockingIOError:  # its queue is full of clients that wait: somebody holds it
+            return True
         except OSError:
             return False
     return True
@@ -260,27 +399,25 @@ def _listener(config: Config) -> Iterator[socket.socket]:
         if _stays(lambda: _answers(path)):
             raise DsecError("conflict", f"another daemon listens on {path}")
         path.unlink()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK) as sock:
-        old = os.umask(0o177)
-        try:
-            sock.bind(str(path))
-        except OSError as exc:
-            raise DsecError("invalid", f"cannot listen on {path}: {exc.strerror}") from exc
-        finally:
-            os.umask(old)
+    with bound(path, 0o177) as sock:
         _share(path, config.socket_group)
         yield sock
     path.unlink(missing_ok=True)
 
 
 def _share(path: Path, group: str) -> None:
-    try:
-        gid = grp.getgrnam(group).gr_gid
-    except KeyError:
+    if (gid := _group(group)) is None:
         log.warning("no group %s: only root can use %s, ignoring", group, path)
         return
     os.chown(path, 0, gid)
     path.chmod(0o660)
+
+
+def _group(name: str) -> int | None:
+    try:
+        return grp.getgrnam(name).gr_gid
+    except KeyError:
+        return None
 
 
 def _tool(config: Config, name: str) -> Path:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterator
-from typing import Annotated, Any, Final, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Final, Literal, get_args
 from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta, Struct
+
+from dsecd.configtables import Found, example, first_wrong, reason, unknown_keys
 
 Kind = Literal["path", "http", "registry"]
 
@@ -27,38 +27,35 @@ class StoreConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True)
         str,
         Meta(description="Kind http: http(s)://host/prefix, blobs below it; kind registry: host[:port]/repository."),
     ] = ""
-    direct: Annotated[bool, Meta(description="Kind path: mount images straight on it; nothing checks its bytes.")] = (
-        False
-    )
+    direct: Annotated[
+        bool, Meta(description="Kind path: mount images straight on it; a few samples are checked then.")
+    ] = False
+    squeezed: Annotated[
+        bool,
+        Meta(description="Kinds path and http: blobs may have squeezed twins, made by `dsecd.erofs.stores.squeezed`."),
+    ] = False
     insecure: Annotated[bool, Meta(description="Kind registry: plain HTTP. Loopback ones are always spoken to so.")] = (
         False
     )
     redirects: Annotated[
         tuple[str, ...], Meta(description="Hosts (host:port) that the server may send us to, as an object store.")
     ] = ()
-    authfile: Annotated[str, Meta(description="Kind registry: a containers-auth.json(5) file with its login.")] = ""
+    authfile: Annotated[str, Meta(description="Kind registry: a file as `registry_authfile`, for it alone.")] = ""
 
 
 def wrong(stores: object) -> tuple[str, str, str] | None:
-    """The first thing wrong with a parsed `stores` table, as (name, key, what is wrong and what is accepted)."""
-    if not isinstance(stores, dict):
-        return "", "", "stores is a table of tables: [stores.NAME]"
-    for name, table in stores.items():
-        if not NAME.fullmatch(name) or name in RESERVED:
-            return name, "", f"{name!r} is no name for a store: [a-z0-9][a-z0-9-]*, at most 32, and not `local`"
-        if not isinstance(table, dict):
-            return name, "", f"stores.{name} is a table: [stores.{name}]"
-        if (found := next(_of_one(name, table), None)) is not None:
-            return name, *found
-    return None
+    """As `configtables.first_wrong`, of a parsed `stores` table."""
+    return first_wrong("stores", stores, _name_trouble, _of_one)
 
 
-def _of_one(name: str, table: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    for key in table:
-        if key not in StoreConfig.__struct_fields__:
-            near = difflib.get_close_matches(key, StoreConfig.__struct_fields__, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            yield key, f"store {name}: unknown key {key!r}{hint}"
+def _name_trouble(name: str) -> str:
+    if NAME.fullmatch(name) and name not in RESERVED:
+        return ""
+    return f"{name!r} is no name for a store: [a-z0-9][a-z0-9-]*, at most 32, and not `local`"
+
+
+def _of_one(name: str, table: dict[str, Any]) -> Found:
+    yield from unknown_keys(table, StoreConfig, f"store {name}")
     if table.get("kind") not in get_args(Kind):
         given = f"kind = {table['kind']!r} is" if "kind" in table else "kind is missing; it is"
         yield "kind", f"store {name}: {given} one of {', '.join(get_args(Kind))}"
@@ -66,7 +63,7 @@ def _of_one(name: str, table: dict[str, Any]) -> Iterator[tuple[str, str]]:
         store = msgspec.convert(table, StoreConfig)
     except msgspec.ValidationError as e:
         key = str(e).rpartition("$.")[2].rstrip("`").partition("[")[0]
-        yield key, f"store {name}: {key} = {table.get(key)!r}: {str(e).partition(' - at')[0]}"
+        yield key, f"store {name}: {key} = {table.get(key)!r}: {reason(e)}"
         return
     needed, other = ("path", "url") if store.kind == "path" else ("url", "path")
     if getattr(store, other):
@@ -84,34 +81,19 @@ def _of_one(name: str, table: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield needed, f"store {name}: {given}"
     if store.direct and store.kind != "path":
         yield "direct", f"store {name}: direct is for kind path only"
+    if store.squeezed and (store.direct or store.kind == "registry"):
+        yield "squeezed", f"store {name}: squeezed is for kinds path and http, and not with direct"
 
 
-def line_of(text: str, name: str, key: str) -> int:
-    """Where that key of that table stands; the table's own line where it has no such key."""
-    header = re.compile(rf'\s*\[\s*"?stores"?\s*\.\s*["\']?{re.escape(name)}["\']?\s*\]')
-    table = 0
-    for number, line in enumerate(text.splitlines(), 1):
-        if header.match(line):
-            table = number
-        elif table and line.lstrip().startswith("["):
-            break
-        elif table and key and re.match(rf'\s*"?{re.escape(key)}"?\s*=', line):
-            return number
-    if table:
-        return table
-    lines = enumerate(text.splitlines(), 1)
-    return next((number for number, line in lines if re.match(r"\s*\[?\s*stores\b", line)), 1)
+def with_login(store: StoreConfig, authfile: str) -> StoreConfig:
+    """With the daemon's logins, where it is a registry and has none of its own."""
+    if store.kind != "registry" or store.authfile:
+        return store
+    return msgspec.structs.replace(store, authfile=authfile)
 
 
 def documented() -> str:
-    """Every key, as a commented example: no store is there by default."""
-    out = [
-        "# Where the data of images may live besides the local disk; as many tables as there are stores.",
-        "# [stores.NAME]",
-    ]
-    examples = {"kind": '"path"', "path": '"/srv/dsec-images"'}
-    for key, hint in get_type_hints(StoreConfig, include_extras=True).items():
-        meta = next(m for m in get_args(hint) if isinstance(m, Meta))
-        default = msgspec.json.encode(getattr(StoreConfig(kind="path"), key)).decode()
-        out += [f"#   {meta.description}", f"# {key} = {examples.get(key, default)}"]
-    return "\n".join(out) + "\n"
+    """Every key, as a commented example."""
+    about = "Where the data of images may live besides the local disk; as many tables as there are stores."
+    values = {"kind": '"path"', "path": '"/srv/dsec-images"'}
+    return example(about, "stores", StoreConfig(kind="path"), values)

@@ -1,6 +1,6 @@
 /* dsec-launch: give one sandbox its root file system, then become the OCI runtime.
  *
- *   dsec-launch --stage DIR --scratch DIR --ids BASE:COUNT --lower DIR [--lower DIR ...] -- RUNTIME ARGS...
+ *   dsec-launch --stage DIR --scratch DIR --ids BASE:COUNT --lower DIR [--lower DIR ...] [--node NODE ...] -- RUNTIME ARGS...
  *
  * Everything is mounted in a mount namespace that only this process and the runtime's children ever see. The host's
  * mount table does not grow with the number of sandboxes (a new mount namespace copies the whole table, so 1,000
@@ -10,6 +10,8 @@
  *   <stage>/0 ... N-1   the read-only lowers, topmost first, idmapped to BASE..BASE+COUNT
  *   <stage>/s           the scratch directory: s/upper and s/work, owned by BASE:BASE
  *   <stage>/root        the overlay; config.json names it as root.path
+ *   <stage>/n/0 ...     device nodes, one for each --node TYPE:MAJOR:MINOR:MODE:UID:GID, which config.json binds into place:
+ *                       a user namespace makes none, and the host's own belong to ids that mean nobody inside
  *
  * On failure: one line on stderr and exit status 120. Otherwise the status is the runtime's.
  */
@@ -28,6 +30,7 @@
 #include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/sysmacros.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -37,13 +40,23 @@
 enum {
         EXIT_LAUNCH = 120,
         LOWERS_MAX = 64, /* overlayfs takes 500; image.compose refuses more than this long before */
+        NODES_MAX = 256,
         OPTIONS_MAX = 4096 /* mount(2) copies one page of option text */
+};
+
+struct node {
+        mode_t mode;
+        dev_t device;
+        uid_t uid;
+        gid_t gid;
 };
 
 struct plan {
         const char *stage, *scratch;
         const char *lowers[LOWERS_MAX];
         int n_lowers;
+        struct node nodes[NODES_MAX];
+        int n_nodes;
         uint64_t id_base, id_count;
         char **runtime;
 };
@@ -75,12 +88,28 @@ static uint64_t parse_id(const char *text, char **ret_end) {
         return value;
 }
 
+static struct node parse_node(const char *text) {
+        unsigned major, minor, mode, uid, gid;
+        char type, rest;
+
+        if (sscanf(text, "%c:%u:%u:%o:%u:%u%c", &type, &major, &minor, &mode, &uid, &gid, &rest) != 6 ||
+            (type != 'c' && type != 'b') || (mode & ~0777u) != 0)
+                die_usage("--node takes c|b:MAJOR:MINOR:MODE:UID:GID");
+        return (struct node) {
+                .mode = (type == 'c' ? S_IFCHR : S_IFBLK) | mode,
+                .device = makedev(major, minor),
+                .uid = uid,
+                .gid = gid,
+        };
+}
+
 static void parse_args(int argc, char **argv, struct plan *ret) {
         static const struct option options[] = {
                 { "stage", required_argument, NULL, 's' },
                 { "scratch", required_argument, NULL, 'd' },
                 { "ids", required_argument, NULL, 'i' },
                 { "lower", required_argument, NULL, 'l' },
+                { "node", required_argument, NULL, 'n' },
                 { 0 },
         };
         char *end;
@@ -104,6 +133,11 @@ static void parse_args(int argc, char **argv, struct plan *ret) {
                         if (ret->n_lowers == LOWERS_MAX)
                                 die_usage("too many --lower");
                         ret->lowers[ret->n_lowers++] = optarg;
+                        break;
+                case 'n':
+                        if (ret->n_nodes == NODES_MAX)
+                                die_usage("too many --node");
+                        ret->nodes[ret->n_nodes++] = parse_node(optarg);
                         break;
                 default:
                         die_usage("unknown option");
@@ -179,7 +213,10 @@ static void mount_rootfs(const struct plan *plan) {
         if (chdir(plan->stage) < 0)
                 die("chdir %s", plan->stage);
 
-        size_t used = (size_t) snprintf(options, sizeof(options), "upperdir=s/upper,workdir=s/work,lowerdir=");
+        /* Off where the host has them on: what is in the upper directory must be all there is of it, since forks and packs are
+         * made of that alone. */
+        size_t used = (size_t) snprintf(
+                        options, sizeof(options), "redirect_dir=off,metacopy=off,index=off,upperdir=s/upper,workdir=s/work,lowerdir=");
         for (int i = 0; i < plan->n_lowers; i++) {
                 snprintf(name, sizeof(name), "%d", i);
                 mount_lower(plan->lowers[i], name, userns);
@@ -192,6 +229,26 @@ static void mount_rootfs(const struct plan *plan) {
         if (mount("overlay", "root", "overlay", 0, options) < 0)
                 die("mount overlay (%s)", options);
         close(userns);
+}
+
+/* On a tmpfs of their own, since the stage's is nodev. It is this namespace's: no host path leads to them, and they go with it. */
+static void make_nodes(const struct plan *plan) {
+        char name[16];
+
+        if (plan->n_nodes == 0)
+                return;
+        make_dir("n");
+        if (mount("dsec", "n", "tmpfs", MS_NOSUID | MS_NOEXEC, "size=64k,nr_inodes=512,mode=0711") < 0)
+                die("mount tmpfs for device nodes");
+        for (int i = 0; i < plan->n_nodes; i++) {
+                const struct node *node = &plan->nodes[i];
+
+                snprintf(name, sizeof(name), "n/%d", i);
+                if (mknod(name, node->mode, node->device) < 0)
+                        die("make a node of device %u:%u", major(node->device), minor(node->device));
+                if (chmod(name, node->mode & 0777) < 0 || lchown(name, node->uid, node->gid) < 0)
+                        die("give away a node of device %u:%u", major(node->device), minor(node->device));
+        }
 }
 
 /* overlayfs writes with the credentials of whoever mounted it, and file systems let CAP_SYS_RESOURCE past disk quotas:
@@ -222,6 +279,7 @@ int main(int argc, char **argv) {
         if (mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) < 0)
                 die("make mounts private");
         mount_rootfs(&plan);
+        make_nodes(&plan);
         if (chdir("/") < 0)
                 die("chdir /");
         execvp(plan.runtime[0], plan.runtime);

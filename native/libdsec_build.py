@@ -1,6 +1,7 @@
 """The cffi edge of libdsec: builds `dsecd._native` in API mode.
 
-cdef text is what Python may call; C does the part that must be C: libseccomp's program export.
+cdef text is what Python may call; C does the part that must be C: libseccomp's program export,
+mincore, whose mapping Python could only touch, and process_madvise, which not every libc has.
 """
 
 from cffi import FFI
@@ -17,6 +18,9 @@ ffi.cdef(
     int dsec_syscall_number(const char *name);
     int dsec_seccomp_program(uint32_t default_action, const struct dsec_rule *rules, size_t n_rules,
                              unsigned char *ret, size_t size);
+    int64_t dsec_cached_by_cachestat(int fd);
+    int64_t dsec_cached_by_mincore(int fd);
+    int64_t dsec_advise(int pidfd, int advice, const uint64_t *ranges, size_t n);
     """
 )
 ffi.set_source(

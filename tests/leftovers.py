@@ -12,6 +12,7 @@ import functools
 import gc
 import os
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -98,7 +99,8 @@ def processes(pid: int, groups: Iterable[str] | None = None) -> set[str]:
     for entry in os.listdir("/proc"):
         if entry.isdigit() and (words := _stat(entry)) is not None:
             name, state, parents[int(entry)] = words
-            texts[int(entry)] = f"process {entry} ({name}, {state})"
+            # Not whether it runs or sleeps: that changes from one look to the next.
+            texts[int(entry)] = f"process {entry} ({name}{', Z' if state == 'Z' else ''})"
     found = set()
     for one in parents:
         above = parents[one]
@@ -132,6 +134,11 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
+def links() -> set[str]:
+    """Ways out of sandboxes' routers, and their tables in the host's packet filter go with them."""
+    return {f"link {name}" for _, name in socket.if_nameindex() if re.fullmatch(r"(dsec|box)\d+", name)}
+
+
 def descriptors(pid: int | str = "self") -> set[str]:
     """Open descriptors with what they are. Empty when the process is gone."""
     found = set()
@@ -158,7 +165,13 @@ def picture(roots: Iterable[Path]) -> set[str]:
     roots = list(roots)
     groups = cgroups_named(os.getpid())
     return (
-        mounts_below(roots) | loops_below(roots) | groups | processes(os.getpid(), groups) | descriptors() | threads()
+        mounts_below(roots)
+        | loops_below(roots)
+        | groups
+        | processes(os.getpid(), groups)
+        | descriptors()
+        | threads()
+        | links()
     )
 
 

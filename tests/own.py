@@ -19,14 +19,14 @@ TREE = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TREE / "tests"), str(TREE / "tests/functional")]  # as pytest has them
 
 import leftovers  # noqa: E402 - found through the line above
-from daemonkit import Daemon, chunks_of, host_suite  # noqa: E402
+from daemonkit import Daemon, chunks_of, guest_kernels, host_suite  # noqa: E402
 
 from dsecd import __version__  # noqa: E402
 from dsecd.client import DSecClient  # noqa: E402
 from dsecd.erofs.model import FORMAT  # noqa: E402
 from dsecd.wire import images as image_wire  # noqa: E402
 
-__all__ = ["CACHE", "Base", "OwnDaemon", "chunks_of", "own_daemon", "stop_on_sigterm", "uninterrupted"]
+__all__ = ["CACHE", "Base", "OwnDaemon", "chunks_of", "guest_kernels", "own_daemon", "stop_on_sigterm", "uninterrupted"]
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsecd"
 
@@ -34,10 +34,16 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsec
 class OwnDaemon(Daemon):
     """As the tests' daemon, in /var/tmp (which is on disk: /tmp may be memory), deaf to the terminal's Ctrl-C."""
 
+    program: tuple[str, ...] = ("-m", "dsecd.main")
+
+    def __init__(self, directory: Path, **config: Any) -> None:
+        super().__init__(directory, **config)
+        self._others = {_pid(item) for item in leftovers.processes(os.getpid())}  # not this daemon's to end
+
     def spawn(self) -> subprocess.Popen[bytes]:
         with open(self.log, "ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "dsecd.main", "-c", str(self.write_config())],
+                [*self.enter, sys.executable, *self.program, "-c", str(self.write_config())],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/", start_new_session=True,
             )  # fmt: skip
 
@@ -47,7 +53,8 @@ class OwnDaemon(Daemon):
         found = leftovers.mounts_below(roots) | leftovers.loops_below(roots)
         found |= {item for item in leftovers.cgroups_named(os.getpid()) if f"{self.cgroup_base}/" in item + "/"}
         found |= {f"directory {root}" for root in roots if root.exists()}
-        return sorted(found | leftovers.processes(os.getpid()))
+        processes = leftovers.processes(os.getpid())
+        return sorted(found | {item for item in processes if _pid(item) not in self._others})
 
     def end(self) -> list[str]:
         """Stop all; returns what could not be removed. Where the daemon died, a new one ends its sandboxes."""
@@ -59,13 +66,18 @@ class OwnDaemon(Daemon):
         return sorted({*left, *leftovers.left(set(), lambda: set(self.everything()))})
 
 
+def _pid(item: str) -> str:
+    """Of `process 4711 (name, S)`."""
+    return item.split()[1]
+
+
 @contextlib.contextmanager
-def own_daemon(purpose: str, base: Base, **config: Any) -> Iterator[OwnDaemon]:
+def own_daemon(purpose: str, base: Base, kind: type[OwnDaemon] = OwnDaemon, **config: Any) -> Iterator[OwnDaemon]:
     """A daemon that has the base if it is in the cache, and its end. RuntimeError when something is left behind."""
     directory = Path(tempfile.mkdtemp(prefix=f"dsecd-{purpose}-", dir="/var/tmp"))
     directory.chmod(0o711)
     config = {"host_tag": purpose, "log_level": "warning", "id_first_slot": 2000, "id_last_slot": 3999, **config}
-    daemon = OwnDaemon(directory, **config)
+    daemon = kind(directory, **config)
     try:
         base.restore(daemon)
         daemon.start()

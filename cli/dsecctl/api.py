@@ -11,7 +11,7 @@ from dsecctl import output
 from dsecctl.app import App, command, pass_app
 from dsecctl.values import ParamType
 from dsecd.errors import KINDS
-from dsecd.wire import base, sandbox
+from dsecd.wire import base, fncall, rollouts, sandbox
 from dsecd.wire.methods import METHODS, Method
 
 REF: Final = "#/$defs/{name}"
@@ -19,6 +19,7 @@ DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
 NOTIFICATIONS: Final[dict[str, type[msgspec.Struct]]] = {
     "stream.data": base.StreamData, "stream.eof": base.StreamEof, "stream.credit": base.StreamCredit,
     "exec.output": base.ExecOutput, "progress": base.Progress, "sandbox.event": sandbox.Event,
+    "fncall.case": fncall.CaseJudged, "rollout.step": rollouts.StepAsked,
     "$/cancelRequest": base.Cancel,
 }  # fmt: skip
 
@@ -87,6 +88,7 @@ def schema_of(name: str) -> dict[str, Any]:
 def _method(one: Method, params: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
     return {
         "help": one.help, "params": params, "result": result, "idempotent_by_request_id": one.once,
+        "role": one.access.role, "about": one.access.scope,
         "upload": one.upload, "download": one.download, "notifies": one.events or None,
     }  # fmt: skip
 

@@ -26,6 +26,7 @@ class App:
 
     def __init__(self) -> None:
         self.url: str | None = None
+        self.token_file: str | None = None
         self.json = False
         self.quiet = False
         self.failure = 1
@@ -33,7 +34,7 @@ class App:
     @contextlib.asynccontextmanager
     async def client(self) -> AsyncIterator[DSecClient]:
         """A connection to the daemon."""
-        async with DSecClient(self.url) as client:
+        async with DSecClient(self.url, token_file=self.token_file) as client:
             yield client
 
     @contextlib.asynccontextmanager
@@ -149,6 +150,10 @@ def global_options(*, hidden: bool) -> list[click.Option]:
         click.Option(
             ["-H", "--host"], metavar="URL", callback=setter("url"), **shared,
             help="The daemon: unix:///path or ssh://[user@]host[/path].  [default: $DSEC_URL, else the local one]",
+        ),
+        click.Option(
+            ["--token-file"], metavar="FILE", callback=setter("token_file"), **shared,
+            help="Act as the principal of its token.  [default: $DSEC_TOKEN_FILE]",
         ),
         click.Option(["--json"], is_flag=True, callback=setter("json"), help="Print JSON on stdout.", **shared),
         click.Option(

@@ -155,8 +155,8 @@ def document(result: ExecResult, **more: object) -> dict[str, object]:
         if text.encode() != data:
             found[f"{name}_base64"] = data
     for name in (
-        "timed_out", "oom", "pids_limit", "disk_full", "stdout_dropped", "stderr_dropped", "queued_ms", "ran_ms",
-        "cpu_ms",
+        "timed_out", "oom", "pids_limit", "disk_full", "stdout_dropped", "stderr_dropped", "stdout_dropped_sha256",
+        "stderr_dropped_sha256", "queued_ms", "ran_ms", "cpu_ms",
     ):  # fmt: skip
         found[name] = getattr(result, name)
     return found

@@ -50,23 +50,42 @@ def argv_of(words: tuple[str, ...]) -> list[str]:
     tar c src | dsecctl exec -i box tar x -C /workspace
     dsecctl exec -e DEBUG=1 -w /srv --timeout 5m box make test
     dsecctl exec --json box uname -a | jq -r .stdout
+    dsecctl exec --fresh --keep /workspace box make -C /workspace check
     """,
 )  # fmt: skip
 @command_options
+@click.option("--fresh", is_flag=True, help="In a copy of its files that ends with the command.")
+@click.option("--keep", multiple=True, metavar="PATH", help="With --fresh: only these files; repeatable.")
 @click.argument("sandbox", type=SANDBOX)
 @click.argument("argv", nargs=-1, required=True, type=click.UNPROCESSED, metavar="[--] COMMAND...")
 @pass_app
-async def exec_(app: App, sandbox: str, argv: tuple[str, ...], **options: Any) -> int:
+async def exec_(
+    app: App, sandbox: str, argv: tuple[str, ...], fresh: bool, keep: tuple[str, ...], **options: Any
+) -> int:
     """Run a command in a running sandbox.
 
     Its stdout and stderr come out of ours, live and byte for byte, and its exit status is ours. Without -i its stdin is
     /dev/null. Ctrl-C goes to the command; a second one kills it with everything it started. With --json nothing is
-    streamed: one document at the end has status, output and times.
+    streamed: one document at the end has status, output and times. In a full VM without dsec-agent output comes
+    at the end, too, and Ctrl-C ends dsecctl alone.
+
+    With --fresh it runs in a copy of a container's files, where no process of the sandbox is; nothing that it does
+    stays, and its output comes at the end. Programs that the sandbox replaced are replaced there, too; with --keep, all
+    but what is below these paths is as the images have it.
     """
     words = argv_of(argv)
     if not words:
         raise click.UsageError("a command is missing")
+    if keep and not fresh:
+        raise click.UsageError("--keep needs --fresh")
+    if fresh and options["tty"]:
+        raise click.UsageError("--fresh and -t exclude each other")
     async with app.sandbox(sandbox) as (_client, box):
+        if fresh:
+            return await _whole(
+                app, box, words, options["interactive"], timeout=options["timeout"], env=dict(options["env"]),
+                cwd=options["workdir"], user=options["user"], fresh=True, keep=keep,
+            )  # fmt: skip
         return await run_in(app, box, words, **options)
 
 
@@ -107,6 +126,10 @@ async def run_in(
             cap_bytes=JSON_CAP if app.json else None, follow=not app.json,
         )  # fmt: skip
     except DsecError as exc:
+        if exc.kind == "unsupported" and box.info.backend == "fullvm":  # QEMU's agent is there, or none
+            if tty:
+                raise click.UsageError("this full VM gives no terminal: see `dsecctl vm vnc` and `vm console`") from exc
+            return await _whole(app, box, argv, interactive, timeout=timeout, env=dict(env), cwd=workdir, user=user)
         app.failure = _status_of_start(exc)
         raise
     attached = Attached(app, process, stdin=interactive, tty=tty)
@@ -114,6 +137,23 @@ async def run_in(
         return status_of(app, await attached.follow())
     result = await attached.collect()
     output.emit(document(result, sandbox_id=box.id))
+    return status_of(app, result)
+
+
+async def _whole(app: App, box: Sandbox, argv: list[str], interactive: bool, **options: Any) -> int:
+    """Without a stream (a full VM without dsec-agent, --fresh): stdin is read first, output comes at the end."""
+    data = bytearray()
+    source = terminal.Stdin()
+    while interactive and (piece := await source.read()):
+        data += piece
+    result = await box.exec(argv, stdin=bytes(data) if interactive else None, **options)
+    if app.json:
+        output.emit(document(result, sandbox_id=box.id))
+    else:
+        await output.raw_later(result.stdout_bytes)
+        output.raw(output.STDERR, result.stderr_bytes)
+        if result.truncated:
+            app.note("only a part of the output was kept")
     return status_of(app, result)
 
 

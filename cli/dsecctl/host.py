@@ -1,12 +1,12 @@
-"""`dsecctl doctor` and `dsecctl info`: the host and its daemon."""
+"""`dsecctl doctor`, `dsecctl info` and `dsecctl reload`: the host and its daemon."""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal
 
 import click
 
-from dsecctl import output
+from dsecctl import fleetdoctor, output
 from dsecctl.app import App, command, pass_app
 from dsecctl.hints import hint_for
 from dsecctl.table import moment, size, span
@@ -21,14 +21,30 @@ COLOURS: Final = {"ok": "green", "warn": "yellow", "fail": "red"}
     examples="""
     dsecctl doctor
     dsecctl -H ssh://node7 doctor --json | jq '.[] | select(.level == "fail")'
+    sudo dsecctl doctor --fix zram
+    dsecctl -H unix:///run/dsecd/fleet.sock doctor --fleet
     """,
 )
+@click.option("--fix", type=click.Choice(["zram"]), help="Change the host first; as root. zram: swap for the paused.")
+@click.option("--fleet", "whole", is_flag=True, help="All hosts of a fleet (of its coordinator), merged.")
 @pass_app
-async def doctor(app: App) -> int:
+async def doctor(app: App, fix: Literal["zram"] | None, whole: bool) -> int:
     """Check what the host can do, and say what to install or change.
 
-    Each check is ok, warn (it works without) or fail. Exit status 1 when one fails. The checks change nothing.
+    Each check is ok, warn (it works without) or fail. Exit status 1 when one fails. The checks change nothing; --fix
+    zram makes swap in compressed memory, where there is none, so that pausing gives back all of a sandbox's memory.
+
+    With --fleet each host has one line, and below stands what is not good, once for all hosts that say the same. A
+    host that cannot be asked counts as a failure, and does not keep the others from answering.
     """
+    if whole and fix is not None:
+        raise click.UsageError("--fix changes one host: ask that one, with -H ssh://HOST")
+    if whole:
+        return await fleetdoctor.examine(app)
+    if fix is not None:
+        async with app.client() as client:
+            fixed: wire.Fixed = await client.call("daemon.fix", wire.Fix(what=fix))
+        app.note(fixed.text)
     checks = await _checks(app)
     if app.json:
         output.emit(checks)
@@ -78,3 +94,21 @@ async def info(app: App) -> None:
         ("sandboxes", f"{host.sandboxes} of {host.sandboxes_max}" + (f": {states}" if states else "")),
         ("so far", f"{now.created} created, {now.failed} failed, {now.stopped} stopped, {now.commands} commands"),
     ])  # fmt: skip
+
+
+@command("reload", examples="dsecctl reload\nsystemctl reload dsecd")
+@pass_app
+async def reload(app: App) -> None:
+    """Let the daemon read its configuration again.
+
+    What can change while it runs is in force then; what cannot is named. A file that is wrong changes nothing: it says
+    what is wrong with it, and exits with status 1.
+    """
+    async with app.client() as client:
+        done: wire.Reloaded = await client.call("daemon.reload", wire.Reload())
+    if app.json:
+        output.emit(done)
+    elif not app.quiet:
+        output.out(f"in force: {', '.join(done.changed)}" if done.changed else "nothing to change")
+        if done.needs_restart:
+            output.out(f"after a restart only: {', '.join(done.needs_restart)}")

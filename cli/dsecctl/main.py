@@ -22,9 +22,19 @@ INTERRUPTED: Final = 130
 COMMANDS: Final = {
     "run": "run:run", "exec": "execs:exec_", "shell": "execs:shell", "cp": "cp:cp", "logs": "logs:logs",
     "ps": "sandboxes:ps", "inspect": "sandboxes:inspect", "stop": "sandboxes:stop", "pause": "sandboxes:pause",
-    "resume": "sandboxes:resume", "extend": "sandboxes:extend", "stats": "stats:stats", "events": "events:events",
-    "image": "images:image", "doctor": "host:doctor", "info": "host:info", "api": "api:api",
-    "completion": "completion:completion",
+    "resume": "sandboxes:resume", "extend": "sandboxes:extend", "fork": "vms:fork", "stats": "stats:stats",
+    "top": "top:top", "trace": "traces:trace",
+    "trajectory": "trajectory:trajectory",
+    "events": "events:events", "job": "jobs:job", "image": "images:image", "vm": "vms:vm", "kernel": "kernels:kernel",
+    "network": "network:network",
+    "choose": "choose:choose", "devices": "devices:devices", "fn": "fn:fn",
+    "pack": "envs:pack", "env": "envs:env",
+    "rollout": "rollouts:rollout",
+    "fleet": "fleet:fleet", "cordon": "drain:cordon", "uncordon": "drain:uncordon", "drain": "drain:drain",
+    "project": "projects:project", "principal": "principals:principal", "token": "tokens:token", "audit": "audit:audit",
+    "whoami": "principals:whoami", "stdio": "stdio:stdio",
+    "doctor": "host:doctor", "info": "host:info", "reload": "host:reload",
+    "api": "api:api", "completion": "completion:completion",
 }  # fmt: skip
 
 
@@ -36,8 +46,9 @@ COMMANDS: Final = {
 def cli() -> None:
     """Run commands in sandboxes of this host, or of another one over ssh.
 
-    A sandbox is made from a base image with a workspace and toolkits stacked on it; it has no network, hard limits,
-    and a disk of its own. `dsecctl doctor` says what this host can do, `dsecctl image import` gets an image.
+    A sandbox is made from a base image with a workspace and toolkits stacked on it; it reaches nothing that was
+    not allowed, and has hard limits and a disk of its own. `dsecctl doctor` says what this host can do, `dsecctl image
+    import` gets an image.
 
     The options below may stand before the command or behind it. Exit status: of `run`, `exec` and `shell` that of the
     command, 124 when it ran into --timeout, 125 when dsecctl or the daemon failed, 126 and 127 when there was no such

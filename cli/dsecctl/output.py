@@ -28,7 +28,7 @@ def plain(value: object) -> Any:
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
-    if isinstance(value, bytes):
+    if isinstance(value, bytes) and not isinstance(value, msgspec.Raw):
         return base64.b64encode(value).decode()
     return value
 
@@ -85,6 +85,11 @@ def clear() -> None:
     """Start again at the top of the terminal."""
     if sys.stdout.isatty():
         click.echo("\x1b[H\x1b[J", nl=False)
+
+
+def screen(texts: Sequence[str]) -> None:
+    """A terminal's whole content, written over what is there: nothing flickers, and nothing has to be put back."""
+    click.echo("\x1b[H" + "".join(f"{text}\x1b[K\n" for text in texts) + "\x1b[J", nl=False)
 
 
 def raw(fd: int, data: bytes) -> None:

@@ -63,6 +63,8 @@ class ProgressLine:
     def text(self, clock: float) -> str:
         """`unpack: 120.0 MiB of 190.0 MiB (63%), 85.0 MiB/s, 70% sent`."""
         now = self._now
+        if now.phase == "build":
+            return f"build: {now.done} steps" + (f", {now.text}" if now.text else "")
         words = f"{now.phase}: {size(now.done)}"
         if now.total:
             words += f" of {size(now.total)} ({100 * now.done // now.total}%)"

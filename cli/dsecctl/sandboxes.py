@@ -30,19 +30,21 @@ STATES: Final[tuple[wire.State, ...]] = get_args(wire.State)
 )
 @click.option("-a", "--all", "everything", is_flag=True, help="Those that have ended, too.")
 @click.option("-l", "--label", "labels", type=PAIR, multiple=True, help="Only with this label; repeatable.")
+@click.option("--job", help="Only of this job.")
 @click.option("--mine", is_flag=True, help="Only those that my user started.")
 @click.option("-q", "ids", is_flag=True, help="Only ids, one a line.")
 @click.option("--no-trunc", is_flag=True, help="As wide as it needs; else the terminal's width, or 80.")
 @pass_app
 async def ps(
-    app: App, everything: bool, labels: tuple[tuple[str, str], ...], mine: bool, ids: bool, no_trunc: bool
-) -> None:
+    app: App, everything: bool, labels: tuple[tuple[str, str], ...], job: str | None, mine: bool, ids: bool,
+    no_trunc: bool,
+) -> None:  # fmt: skip
     """List sandboxes, oldest first.
 
     AGE is since its creation, IDLE the time it has left without a running command, LEFT its whole time left.
     """
     async with app.client() as client:
-        found = await client.list(dict(labels), mine=mine, states=STATES if everything else ())
+        found = await client.list(dict(labels), mine=mine, states=STATES if everything else (), job=job)
     infos = sorted((one.info for one in found), key=lambda info: info.created_at)
     if app.json:
         output.emit([info.id for info in infos] if ids else infos)
@@ -105,6 +107,8 @@ async def stop(app: App, labels: tuple[tuple[str, str], ...], all_mine: bool, sa
 async def pause(app: App, sandboxes: tuple[str, ...]) -> int:
     """Freeze sandboxes: they keep all they have and use no CPU.
 
+    What memory they can do without, they give back to the host: `dsecctl stats` says how much.
+
     The next command or file call in one lets it go on, as `dsecctl resume` does.
     """
     async with app.client() as client:
@@ -152,10 +156,13 @@ def show(app: App, info: wire.Sandbox) -> None:
     owner = info.owner
     rows = [
         ("id", info.id), ("name", info.name or "-"), ("state", info.state), ("reason", info.reason or "-"),
-        ("backend", info.backend), ("image", info.image), ("layers", ", ".join(info.layers) or "-"),
+        ("backend", info.choice.reason if info.choice else info.backend),
+        ("job", info.job or "-"), ("paused", moment(info.paused_at)),
+        ("image", info.image), ("layers", ", ".join(info.layers) or "-"),
         ("labels", ", ".join(f"{key}={value}" for key, value in info.labels.items()) or "-"),
         ("owner", f"uid {owner.uid}, pid {owner.pid} {owner.label}".strip() if owner else "-"),
         ("limits", f"{info.cpu:g} cores, {info.memory_mb} MiB memory, {info.disk_mb} MiB disk, {info.pids} processes"),
+        ("devices", ", ".join(name for names in info.devices.values() for name in names) or "-"),
         ("created", moment(info.created_at)), ("running", moment(info.running_at)), ("ended", moment(info.ended_at)),
         ("idle until", moment(info.idle_deadline)), ("lives until", moment(info.total_deadline)),
         ("leased until", moment(info.lease_deadline)), ("commands", str(info.commands)),

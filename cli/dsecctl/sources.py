@@ -14,7 +14,7 @@ from dsecctl import terminal
 from dsecd.errors import DsecError
 from dsecd.trees import pack
 
-Format = Literal["tar", "oci", "docker", "registry"]
+Format = Literal["auto", "tar", "oci", "docker", "registry"]
 
 PIECE: Final = 1 << 20
 REGISTRY: Final = "docker://"
@@ -47,6 +47,16 @@ def open_source(text: str, form: str) -> Source:
         return _directory(path, said)
     file = path.open("rb")
     return Source(said or detect(path), _file(file), total=path.stat().st_size)
+
+
+def open_disk(text: str) -> Source:
+    """A disk of a virtual machine: a file or stdin as it is; the importer finds out what is in it."""
+    if text == "-" and not terminal.is_terminal():
+        return Source("auto", _stdin())
+    path = Path(text)
+    if not path.is_file():
+        raise DsecError("invalid", f"{text}: a disk is a file, raw or qcow2, or `-` with a pipe")
+    return Source("auto", _file(path.open("rb")), total=path.stat().st_size)
 
 
 def _directory(path: Path, said: Format | None) -> Source:

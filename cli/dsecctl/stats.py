@@ -83,6 +83,10 @@ def _show(found: list[wire.Stats], before: Sample, now: float, watch: bool) -> N
     if watch:
         output.clear()
     output.table(WATCHED if watch else HEAD, rows, shrink=(0,))
+    for one in found:
+        if not watch and (one.reclaimed_bytes or one.swapped_bytes):
+            back, out = size(one.reclaimed_bytes), size(one.swapped_bytes)
+            output.wrapped(f"{one.id}: ", f"its last pause gave back {back}, {out} are in swap")
 
 
 def _load(one: wire.Stats, before: Sample, now: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import os
 import re
 from collections.abc import Iterable
@@ -79,6 +80,26 @@ class Pair(ParamType):
         return key, text
 
 
+class Listen(ParamType):
+    """Where to listen: `127.0.0.1:5901`, `[::1]:5901`, or `/path` of a Unix socket. Of networks only the loopback."""
+
+    name = "address"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str | tuple[str, int]:
+        if isinstance(value, tuple) or value.startswith("/"):
+            return value  # type: ignore[no-any-return]
+        host, _, port = value.rpartition(":")
+        try:
+            address, number = ipaddress.ip_address(host.strip("[]")), int(port)
+        except ValueError:
+            self.fail(f"{value!r} is no address: write 127.0.0.1:5901 or /path/of/a/socket", param, ctx)
+        if not address.is_loopback:
+            self.fail(f"{host} is not of this host alone, and nobody is asked for a password", param, ctx)
+        if not 0 <= number <= 0xFFFF:
+            self.fail(f"{number} is no port", param, ctx)
+        return str(address), number
+
+
 class SandboxRef(ParamType):
     """An id, a name, or the beginning of an id."""
 
@@ -104,6 +125,18 @@ class ImageRef(ParamType):
         return _complete(ctx, ask, incomplete)
 
 
+class KernelRef(ParamType):
+    """A guest kernel's name."""
+
+    name = "kernel"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        async def ask(client: DSecClient) -> list[str]:
+            return [kernel.name for kernel in await client.kernels()]
+
+        return _complete(ctx, ask, incomplete)
+
+
 def _complete(ctx: click.Context, ask: Any, incomplete: str) -> list[CompletionItem]:
     """No daemon, no completions: a shell's prompt is no place for errors."""
     app = ctx.find_object(App) or App()
@@ -125,3 +158,5 @@ PAIR: Final = Pair()
 ENV: Final = Pair(from_environment=True)
 SANDBOX: Final = SandboxRef()
 IMAGE: Final = ImageRef()
+KERNEL: Final = KernelRef()
+LISTEN: Final = Listen()

@@ -21,6 +21,8 @@ from dsecd.errors import DsecError
 
 WINDOW: Final = 2 << 20
 MAX_ENTRIES: Final = 100_000
+MANY: Final = 256  # frames of one exchange that wait to be taken
+SMALL: Final = 4096
 _TYPES: Final = {8: "file", 4: "dir", 10: "symlink", 1: "fifo", 12: "socket", 2: "char", 6: "block"}
 PARENTS: Final = 1
 EXCLUSIVE: Final = 2
@@ -64,11 +66,12 @@ class Exchange(Channel):
     What the agent may send ahead is bounded by the LIMIT it was given; more is a protocol error.
     """
 
-    __slots__ = ("_closed", "_error", "_frames", "_limit", "_received", "_wake", "_what", "peer_limit", "sent")
+    __slots__ = ("_closed", "_error", "_frames", "_limit", "_once", "_received", "_wake", "_what", "peer_limit", "sent")
 
     def __init__(self, link: AgentLink, what: str) -> None:
         super().__init__(link)
         self._frames: deque[tuple[Type, memoryview]] = deque()
+        self._once: set[Type] = set()
         self._wake = asyncio.Event()
         self._what = what
         self._error: DsecError | None = None
@@ -91,10 +94,15 @@ class Exchange(Channel):
             self._error = agent_error(payload, self._what)
             self._closed = True
             self.link.detach(self)
-        elif kind in (Type.DATA, Type.EOF, Type.DONE, Type.STAT, Type.ENTRY, Type.CONNECTED):
+        elif kind in (Type.DATA, Type.ENTRY):
             self._received += len(payload)
-            if kind in (Type.DATA, Type.ENTRY) and self._limit and self._received > self._limit + MAX_DATA:
+            if not payload or self._received > self._limit + MAX_DATA:
                 raise FrameError("the agent sent beyond its limit")
+            self._queue(kind, payload)
+        elif kind in (Type.EOF, Type.DONE, Type.STAT, Type.CONNECTED):
+            if kind in self._once:
+                raise FrameError(f"{kind.name} again")
+            self._once.add(kind)
             self._frames.append((kind, payload))
             if kind is Type.DONE:
                 self._closed = True
@@ -102,6 +110,15 @@ class Exchange(Channel):
         else:
             raise FrameError(f"{kind.name} for a file call")
         self._wake.set()
+
+    def _queue(self, kind: Type, payload: memoryview) -> None:
+        """Small pieces that nobody takes become larger ones: a byte of a limit must not cost an object."""
+        if kind is Type.DATA and len(self._frames) >= MANY and self._frames[-1][0] is Type.DATA:
+            last = self._frames[-1][1]
+            if len(last) + len(payload) <= SMALL:
+                self._frames[-1] = kind, memoryview(bytes(last) + payload)
+                return
+        self._frames.append((kind, payload))
 
     def lost(self, error: DsecError) -> None:
         self._error = error
@@ -254,6 +271,41 @@ async def remove(link: AgentLink, path: bytes, *, recursive: bool) -> None:
 
 async def rename(link: AgentLink, path: bytes, to: bytes) -> None:
     await _simple(link, Type.RENAME, [(Tag.PATH, path), (Tag.PATH2, to)], _shown(path))
+
+
+async def guest_stats(link: AgentLink) -> Fields:
+    """What the guest's kernel counts for the sandbox (VMs only): the fields of STATS's answer."""
+    return await _simple(link, Type.STATS, [], "stats")
+
+
+def disk_of(stats: Fields) -> tuple[int, int]:
+    """Of the answer of `guest_stats`: bytes used of the guest's writable file system, and its size."""
+    return stats.integer(Tag.DISK_USED, 0), stats.integer(Tag.DISK_LIMIT, 0)
+
+
+async def wake(link: AgentLink, realtime_ns: int, seed: bytes, hostname: str = "", net: str = "") -> None:
+    """After a VM was resumed or cloned: set its clock, stir `seed` into its entropy, rename it, and give its card other
+    addresses, in the words of its command line (VMs only)."""
+    items: list[Field] = [(Tag.REALTIME_NS, realtime_ns), (Tag.SEED, seed)]
+    if hostname:
+        items.append((Tag.HOSTNAME, hostname.encode()))
+    if net:
+        items.append((Tag.NET, net.encode()))
+    await _simple(link, Type.WAKE, items, "wake")
+
+
+async def knobs(link: AgentLink, writes: list[tuple[str, str]]) -> None:
+    """Write files of the guest's sysfs, in order (VMs only; the agent has a list of what may be written)."""
+    items: list[Field] = []
+    for path, value in writes:
+        items += [(Tag.PATH, path.encode()), (Tag.DATA, value.encode())]
+    await _simple(link, Type.KNOBS, items, "knobs")
+
+
+async def knobs_read(link: AgentLink, paths: list[str]) -> list[bytes]:
+    """Their contents, at most 4 KiB each. Data of a guest: not to be trusted."""
+    done = await _simple(link, Type.KNOB_READ, [(Tag.PATH, path.encode()) for path in paths], "knobs")
+    return [value for value in done.all(Tag.DATA) if isinstance(value, bytes)]
 
 
 def tree_issues(done: Fields) -> list[str]:

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from typing import Final
 
+from dsecd.errors import DsecError
+
 VERSION: Final = 1
 MAX_PAYLOAD: Final = 2 << 20
 MAX_DATA: Final = 256 << 10
@@ -22,8 +24,11 @@ MAX_PARTS: Final = 512  # somebody who sends byte by byte must not cost an objec
 _ZERO3: Final = b"\0\0\0"
 
 
-class FrameError(Exception):
+class FrameError(DsecError):
     """The other end broke the protocol; the link cannot be used any more."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__("internal", text)
 
 
 class Type(IntEnum):
@@ -51,6 +56,16 @@ class Type(IntEnum):
     CONNECT = 29
     CLOSE = 30
     SHUTDOWN = 31
+    HOLD = 32
+    STATS = 33
+    WAKE = 34
+    KNOBS = 35
+    KNOB_READ = 36
+    UPPER = 37
+    CALLS = 40
+    CALL_FILE = 41
+    CALL = 42
+    CALL_STOP = 43
     READY = 64
     PONG = 65
     STARTED = 66
@@ -58,6 +73,9 @@ class Type(IntEnum):
     EXIT = 68
     RECORD = 69
     ERROR = 70
+    CELL = 71
+    PRODUCED = 72
+    ENDED = 73
     DATA = 80
     EOF = 81
     CREDIT = 82
@@ -95,6 +113,7 @@ class Tag(IntEnum):
     LIMIT = 32
     DATA = 33
     TOTAL = 34
+    DIGEST = 35
     PID = 40
     EXIT = 41
     SIGNAL = 42
@@ -117,12 +136,32 @@ class Tag(IntEnum):
     PORT = 62
     NAME = 63
     STEP = 64
+    OOM_KILLS = 70
+    PIDS_HITS = 71
+    MEM_CURRENT = 72
+    MEM_PEAK = 73
+    MEM_ANON = 74
+    MEM_FILE = 75
+    TASKS = 76
+    DISK_USED = 77
+    DISK_LIMIT = 78
+    MEM_TOTAL = 79
+    MEM_AVAILABLE = 80
+    REALTIME_NS = 81
+    SEED = 82
+    NET = 83
+    CPU_MS = 90
+    FILE_MAX = 91
+    SPACE = 92
+    STACK = 93
 
 
 INTEGERS: Final = frozenset(
     {Tag.VERSION, Tag.CAPS, Tag.NEXT, Tag.FLAGS, Tag.ROWS, Tag.COLS, Tag.TIMEOUT_MS, Tag.CAP, Tag.NOFILE, Tag.STREAM,
      Tag.OFFSET, Tag.LIMIT, Tag.TOTAL, Tag.PID, Tag.EXIT, Tag.SIGNAL, Tag.WHY, Tag.RAN_US, Tag.STATE, Tag.CPU_US,
-     Tag.MODE, Tag.UID, Tag.GID, Tag.SIZE, Tag.MTIME_NS, Tag.TYPE, Tag.COUNT, Tag.ERRNO, Tag.PORT, Tag.STEP}
+     Tag.MODE, Tag.UID, Tag.GID, Tag.SIZE, Tag.MTIME_NS, Tag.TYPE, Tag.COUNT, Tag.ERRNO, Tag.PORT, Tag.STEP,
+     Tag.OOM_KILLS, Tag.PIDS_HITS, Tag.MEM_CURRENT, Tag.MEM_PEAK, Tag.MEM_ANON, Tag.MEM_FILE, Tag.TASKS, Tag.DISK_USED,
+     Tag.DISK_LIMIT, Tag.MEM_TOTAL, Tag.MEM_AVAILABLE, Tag.REALTIME_NS}
 )  # fmt: skip
 
 Field = tuple[Tag, "int | bytes"]

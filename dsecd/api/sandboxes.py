@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-import msgspec
-
 from dsecd.errors import DsecError
+from dsecd.sandbox.choose import choose
+from dsecd.sandbox.fork import fork, shown
 from dsecd.sandbox.manager import Manager
 from dsecd.wire import base
 from dsecd.wire import sandbox as wire
+from dsecd.wire.access import within
 from dsecd.wire.server import Call
 
 AT_ONCE: Final = 64  # creations of one create_many under way; the backend bounds what really runs side by side
@@ -26,8 +27,12 @@ class SandboxApi:
         record = await self._manager.create(params.spec, _owner(call, params.spec), params.request_id or "")
         return self._manager.public(record)
 
+    async def choose(self, call: Call, params: wire.Choose) -> wire.Chosen:
+        facts = self._manager.facts
+        return choose(await facts.chosen(params), await facts.host())
+
     async def create_many(self, call: Call, params: wire.CreateMany) -> wire.Created:
-        specs = _specs(params)
+        specs = params.expanded()
         limit = asyncio.Semaphore(AT_ONCE)
 
         made: list[str] = []
@@ -39,7 +44,7 @@ class SandboxApi:
                     made.append(record.id)
                     return wire.CreateOne(sandbox=self._manager.public(record))
                 except DsecError as exc:
-                    return wire.CreateOne(error=wire.Failed(exc.kind, exc.message, exc.infra, exc.retryable))
+                    return wire.CreateOne(error=wire.Failed.of(exc))
 
         leases = [spec.lease_s for spec in specs if spec.lease_s is not None]
         keeper = asyncio.ensure_future(self._keep(made, min(leases, default=3600.0) / 3, call.peer.uid))
@@ -62,7 +67,9 @@ class SandboxApi:
 
     def list(self, call: Call, params: wire.List) -> wire.Sandboxes:
         uid = call.peer.uid if params.mine else None
-        found = self._manager.all(params.states, params.labels, uid)
+        found = self._manager.all(params.states, params.labels, uid, params.job, call.peer.project)
+        if params.request is not None:
+            found = [record for record in found if record.request == params.request]
         return wire.Sandboxes(sandboxes=[self._manager.public(record) for record in found])
 
     async def wait(self, call: Call, params: wire.Wait) -> wire.Sandbox:
@@ -77,22 +84,29 @@ class SandboxApi:
         idents = list(params.ids)
         if not idents:
             uid = call.peer.uid if params.mine else None
-            idents = [record.id for record in self._manager.all((), params.labels, uid)]
-        results = await asyncio.gather(*(self._stop_quietly(ident) for ident in idents))
+            idents = [record.id for record in self._manager.all((), params.labels, uid, None, call.peer.project)]
+        results = await asyncio.gather(*(self._stop_quietly(ident, call.peer.project) for ident in idents))
         return wire.StoppedMany(stopped=sum(results))
 
-    async def _stop_quietly(self, ident: str) -> bool:
+    async def _stop_quietly(self, ident: str, project: str) -> bool:
         try:
+            if not within(self._manager.record(ident).owner.project, project):
+                return False
             await self._manager.stop(ident, "stopped by request")
         except DsecError:
             return False
         return True
 
     async def pause(self, call: Call, params: wire.ById) -> wire.Sandbox:
-        return self._manager.public(await self._manager.pause(params.id))
+        return self._manager.public(await self._manager.pausing.pause(params.id))
 
     async def resume(self, call: Call, params: wire.ById) -> wire.Sandbox:
-        return self._manager.public(await self._manager.resume(params.id))
+        return self._manager.public(await self._manager.pausing.resume(params.id))
+
+    async def fork(self, call: Call, params: wire.Fork) -> wire.Created:
+        source = self._manager.record(params.id)
+        found = await fork(self._manager, source.id, params.count, _owner(call, source.spec), params.request_id or "")
+        return shown(self._manager, found)
 
     async def extend(self, call: Call, params: wire.Extend) -> wire.Sandbox:
         record = await self._manager.extend(params.id, params.ttl_idle_s, params.ttl_total_s)
@@ -106,7 +120,9 @@ class SandboxApi:
 
     async def events(self, call: Call, params: wire.Events) -> base.Empty:
         async for event in self._manager.events.follow(params.since):
-            if all(event.labels.get(key) == value for key, value in params.labels.items()):
+            if within(event.project, call.peer.project) and all(
+                event.labels.get(key) == value for key, value in params.labels.items()
+            ):
                 message = wire.Event(
                     call.id, event.seq, event.at, event.sandbox_id, event.event, event.state, event.text
                 )
@@ -115,16 +131,4 @@ class SandboxApi:
 
 
 def _owner(call: Call, spec: wire.Spec) -> wire.Owner:
-    return wire.Owner(uid=call.peer.uid, pid=call.peer.pid, label=spec.owner)
-
-
-def _specs(params: wire.CreateMany) -> list[wire.Spec]:
-    if (params.spec is None) == (not params.specs):
-        raise DsecError("invalid", "create_many takes either spec with count, or specs")
-    if params.spec is None:
-        return params.specs
-    spec = params.spec
-    count = params.count or 1
-    if spec.name is None:
-        return [spec] * count
-    return [msgspec.structs.replace(spec, name=f"{spec.name}-{n}") for n in range(count)]
+    return call.peer.owner(spec.owner)

@@ -44,6 +44,9 @@ class Runtime:
         argv += ["--ids", f"{plan.id_base}:{ID_COUNT}"]
         for lower in plan.lowers:
             argv += ["--lower", lower]
+        for node in plan.devices.nodes:
+            numbers = f"{node.major}:{node.minor}:{node.mode:o}:{plan.id_base + node.uid}:{plan.id_base + node.gid}"
+            argv += ["--node", f"{node.type}:{numbers}"]
         pid_file = run_dir / "pid"
         argv += ["--", *self._command, "run", "--detach"]
         argv += ["--bundle", str(run_dir), "--preserve-fds", str(AGENT_FDS), "--pid-file", str(pid_file), plan.id]

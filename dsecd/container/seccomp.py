@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import platform
+import socket
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,6 +39,11 @@ _DENIED: Final = frozenset(
      "fsmount", "fspick", "mount_setattr", "keyctl", "add_key", "request_key"}
 )  # fmt: skip
 _NEW_NAMESPACES: Final = 0x7E02_0000  # CLONE_NEW* of clone(2)
+
+# The profile allows every family. A network namespace does not hold all of them (vsock reaches the hypervisor and other
+# guests, from any), and to ask for the rare ones loads their modules into the host's kernel.
+_FAMILIES: Final = frozenset({socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_PACKET})
+_NETLINK_AUDIT: Final = 9
 
 _ACTIONS: Final = {
     "SCMP_ACT_ALLOW": 0x7FFF_0000, "SCMP_ACT_ERRNO": 0x0005_0000, "SCMP_ACT_KILL": 0, "SCMP_ACT_KILL_THREAD": 0,
@@ -72,6 +78,7 @@ def _compile(document: dict[str, Any]) -> bytes:
     same_namespaces = {"index": 0, "op": "SCMP_CMP_MASKED_EQ", "value": _NEW_NAMESPACES, "valueTwo": 0}
     rules.append((lib.dsec_syscall_number(b"clone"), _ACTIONS["SCMP_ACT_ALLOW"], [same_namespaces]))
     rules.append((lib.dsec_syscall_number(b"clone3"), _ACTIONS["SCMP_ACT_ALLOW"], []))
+    rules += _socket_rules()
     array = ffi.new("struct dsec_rule[]", len(rules))
     for slot, (number, action, args) in zip(array, rules, strict=True):
         slot.syscall, slot.action, slot.n_args = number, action, len(args)
@@ -87,12 +94,32 @@ def _compile(document: dict[str, Any]) -> bytes:
 
 
 def _rules(
-    entry: dict[str, Any], leave_out: frozenset[str] = _DENIED | {"clone", "clone3"}
+    entry: dict[str, Any], leave_out: frozenset[str] = _DENIED | {"clone", "clone3", "socket"}
 ) -> list[tuple[int, int, list[dict[str, Any]]]]:
     action = _action(entry["action"], entry.get("errnoRet"))
     args = entry.get("args") or []
     numbers = [lib.dsec_syscall_number(name.encode()) for name in entry["names"] if name not in leave_out]
     return [(number, action, args) for number in numbers if number != -1]
+
+
+def _socket_rules() -> list[tuple[int, int, list[dict[str, Any]]]]:
+    """socket(2), by family: rules that exclude each other, since libseccomp does not say which of two wins."""
+    number, allow = lib.dsec_syscall_number(b"socket"), _ACTIONS["SCMP_ACT_ALLOW"]
+    unknown = _action("SCMP_ACT_ERRNO", errno.EAFNOSUPPORT)
+
+    def family(op: str, value: int) -> dict[str, Any]:
+        return {"index": 0, "op": op, "value": value}
+
+    netlink = family("SCMP_CMP_EQ", socket.AF_NETLINK)
+    known = range(socket.AF_PACKET + 1)
+    rules = [
+        (number, allow if one in _FAMILIES else unknown, [family("SCMP_CMP_EQ", one)])
+        for one in known
+        if one != socket.AF_NETLINK
+    ]
+    for op, action in (("SCMP_CMP_NE", allow), ("SCMP_CMP_EQ", _action("SCMP_ACT_ERRNO", errno.EPERM))):
+        rules.append((number, action, [netlink, {"index": 2, "op": op, "value": _NETLINK_AUDIT}]))
+    return [*rules, (number, unknown, [family("SCMP_CMP_GT", known[-1])])]
 
 
 def _applies(entry: dict[str, Any]) -> bool:

@@ -14,16 +14,18 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 from dsecd.disk import btrfs_ioctl as ioctl
-from dsecd.disk.pool import LIMIT_MIN, DiskPool
+from dsecd.disk.pool import LIMIT_MAX, LIMIT_MIN, NEW, DiskPool
 from dsecd.errors import DsecError
 
 INHERITED: Final = "trusted.dsecd.inherited"
+SETTLED: Final = 1 << 20  # bytes not on disk yet that a clone may wait for
 
 
 class BtrfsPool(DiskPool):
@@ -77,6 +79,18 @@ class BtrfsPool(DiskPool):
         # for metadata are left out: they are worst cases (half a megabyte for an empty space) and go with the commit.
         used = int((group / "referenced").read_text()) + int((group / "rsv_data").read_text())
         return used + inherited, int((group / "max_referenced").read_text()) + inherited
+
+    def settle(self, sandbox_id: str) -> None:
+        """A snapshot waits until the subvolume's data is on disk. So a first one, for nothing, takes that wait."""
+        path = self._existing(sandbox_id)
+        with directory(path.parent) as parent, directory(path) as fd:
+            number = ioctl.subvolume_id(fd)
+            if int((self._sysfs / f"qgroups/0_{number}/rsv_data").read_text()) < SETTLED:
+                return
+            extra = path.with_name(f"{NEW}{path.name}-settle-{secrets.token_hex(4)}")
+            ioctl.snapshot(parent, extra.name, fd, LIMIT_MAX)
+        self._discard(extra)
+        self._start_collector()
 
     def _discard(self, path: Path) -> None:
         with directory(path.parent) as parent, directory(path) as fd:

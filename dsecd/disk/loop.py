@@ -16,7 +16,8 @@ from typing import Final
 
 _CONTROL: Final = Path("/dev/loop-control")
 _LOOP_MAJOR: Final = 7
-_GET_FREE, _CONFIGURE, _SET_CAPACITY = 0x4C82, 0x4C0A, 0x4C07
+_GET_FREE, _CONFIGURE, _SET_CAPACITY, _STATUS = 0x4C82, 0x4C0A, 0x4C07, 0x4C05
+_STATUS_SIZE: Final = 232  # struct loop_info64
 _AUTOCLEAR, _DIRECT_IO = 4, 16
 _TRIES: Final = 64
 
@@ -28,10 +29,14 @@ def available() -> bool:
 def attach(image: Path) -> tuple[int, Path]:
     """(descriptor, device path). Close the descriptor once the device is mounted.
 
+    The device that is there already, if there is one: with its mount gone from our namespace, another one may have it
+    still. Of a second device btrfs would make a second file system (temp_fsid, Linux 6.7), on the same bytes.
     Direct I/O where the file system below has it: else every page is cached twice, the second time on nobody's account.
     """
     backing = os.open(image, os.O_RDWR | os.O_CLOEXEC)
     try:
+        if (there := _attached(backing)) is not None:
+            return there
         control = os.open(_CONTROL, os.O_RDWR | os.O_CLOEXEC)
         try:
             return _attach(control, backing, image)
@@ -39,6 +44,26 @@ def attach(image: Path) -> tuple[int, Path]:
             os.close(control)
     finally:
         os.close(backing)
+
+
+def _attached(backing: int) -> tuple[int, Path] | None:
+    """A device of that file. Held open, it does not go away any more."""
+    wanted = os.fstat(backing)
+    for entry in Path("/sys/block").glob("loop*/loop"):
+        device = _node(int(entry.parent.name.removeprefix("loop")))
+        try:
+            held = os.open(device, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            status = fcntl.ioctl(held, _STATUS, bytes(_STATUS_SIZE))
+        except OSError:  # gone meanwhile
+            os.close(held)
+            continue
+        if struct.unpack_from("<QQ", status) == (wanted.st_dev, wanted.st_ino):
+            return held, device
+        os.close(held)
+    return None
 
 
 def _attach(control: int, backing: int, image: Path) -> tuple[int, Path]:

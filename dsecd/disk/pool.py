@@ -20,10 +20,12 @@ import os
 import re
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from dsecd.disk.prune import keep_only
 from dsecd.disk.shift import prepare_copy
 from dsecd.errors import DsecError
 
@@ -104,6 +106,10 @@ class DiskPool(ABC):
     def free(self) -> tuple[int, int]:
         """(free, total) bytes that spaces can really fill, whatever their limits promise."""
 
+    def why_no_copies(self) -> str:
+        """Why a clone takes as long as its bytes; "" it takes milliseconds, whatever the source holds."""
+        return ""
+
     # What callers use ---------------------------------------------------------------------------------------------
 
     def create(self, sandbox_id: str, limit_bytes: int, owner_uid: int) -> Space:
@@ -116,6 +122,20 @@ class DiskPool(ABC):
         Milliseconds when the owner is the same; with another one every inode is visited (`shift.py`).
         """
         return self._commit(dst_id, limit_bytes, owner_uid, self._existing(src_id))
+
+    def keep_only(self, sandbox_id: str, paths: Sequence[str]) -> None:
+        """Of a copy that nobody uses yet: all that is not below these paths inside goes (`prune.py`)."""
+        try:
+            keep_only(self._existing(sandbox_id), paths)
+        except OSError as error:
+            raise _failed(f"take files out of {sandbox_id}", error) from error
+
+    def settle(self, sandbox_id: str) -> None:
+        """Before the source of a clone is frozen: write out what would hold the clone up, which may take seconds.
+
+        For drivers whose clones wait for writes.
+        """
+        self._existing(sandbox_id)
 
     def open(self, sandbox_id: str) -> Space:
         path = self._existing(sandbox_id)

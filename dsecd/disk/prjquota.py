@@ -10,10 +10,12 @@ hole.
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import os
 import shutil
 import subprocess
+import tempfile
 import threading
 from pathlib import Path
 from typing import Final
@@ -26,6 +28,7 @@ PROJECT_FIRST: Final = 1_500_000_000
 PROJECT_LAST: Final = PROJECT_FIRST + 10_000_000
 _BYTES_PER_INODE: Final = 4096  # the hard inode limit that goes with a byte limit
 _INODES_MIN: Final = 4096
+_FICLONE: Final = 0x40049409
 
 
 class ProjectQuotaPool(DiskPool):
@@ -42,6 +45,10 @@ class ProjectQuotaPool(DiskPool):
         self._used = {quota.get_project(root / name) for name in os.listdir(root)}
         self._next = max((p for p in self._used if p <= PROJECT_LAST), default=PROJECT_FIRST)
         self._recover()
+        self._why_no_copies = "" if _shares(root) else f"the file system of {root} shares no blocks between files"
+
+    def why_no_copies(self) -> str:
+        return self._why_no_copies
 
     def _take_project(self) -> int:
         with self._lock:
@@ -88,6 +95,18 @@ class ProjectQuotaPool(DiskPool):
     def free(self) -> tuple[int, int]:
         stat = os.statvfs(self.root)
         return stat.f_bavail * stat.f_frsize, stat.f_blocks * stat.f_frsize
+
+
+def _shares(root: Path) -> bool:
+    """Whether files there can share blocks: found out by cloning one."""
+    with tempfile.TemporaryFile(dir=root) as a, tempfile.TemporaryFile(dir=root) as b:
+        a.write(bytes(4096))
+        a.flush()
+        try:
+            fcntl.ioctl(b.fileno(), _FICLONE, a.fileno())
+        except OSError:
+            return False
+        return True
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -3,7 +3,7 @@
     manifest (artifactType application/vnd.dsecd.image.v1)
         config                       Described, JSON
         layer titled `meta.erofs`
-        layer titled `data.sums`     sha256 of each 1 MiB of data; absent with the data when there is none
+        layer titled `data.sums`     sha256 of each 256 KiB of data; absent with the data when there is none
         layer titled `data`          stays there when the image is pulled lazily, and is read by ranges
 
 Everything is compared with everything else before anything is fetched.
@@ -12,12 +12,26 @@ Everything is compared with everything else before anything is fetched.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Iterator
 from typing import Final, TypeVar
 
 import msgspec
 from msgspec import Struct
 
-from dsecd.erofs.model import BLOCK, CHUNK, DIGEST, FORMAT, NAME, ImageConfig, ImageKind, Limits, Manifest, identity
+from dsecd.erofs.model import (
+    BLOCK,
+    CHUNK,
+    DIGEST,
+    FORMAT,
+    NAME,
+    SUM,
+    Builder,
+    ImageConfig,
+    ImageKind,
+    Limits,
+    Manifest,
+    identity,
+)
 from dsecd.erofs.tar import bad
 
 T = TypeVar("T")
@@ -46,7 +60,7 @@ class ArtifactManifest(Struct, rename="camel", omit_defaults=True):
     artifact_type: str = ""
 
 
-class Described(Struct, frozen=True, kw_only=True):
+class Described(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The config: an image's manifest without what is the host's own."""
 
     format: int
@@ -62,6 +76,9 @@ class Described(Struct, frozen=True, kw_only=True):
     data_size: int
     data_digest: str
     chunk_size: int
+    sum_size: int
+    below: tuple[str, ...] = ()
+    builder: Builder | None = None
 
 
 Files = dict[str, Descriptor]
@@ -73,11 +90,22 @@ def describe(image: Manifest) -> Described:
         created=image.created, config=image.config, files=image.files, meta_size=image.meta_size,
         meta_digest=image.meta_digest, data_size=image.data_size, data_digest=image.data_digest,
         chunk_size=image.chunk_size,
+        sum_size=image.sum_size, below=image.below, builder=image.builder,
     )  # fmt: skip
 
 
 def sha256(data: bytes | bytearray) -> str:
     return "sha256:" + hashlib.sha256(data).hexdigest()
+
+
+def small_blob(pieces: Callable[[], Iterator[bytes]], digest: str, size: int, limit: int) -> bytes:
+    """A blob that fits into memory, checked; asked for only when its size is within the limit."""
+    if size > limit:
+        raise bad(f"blob {digest[:19]} is {size} bytes long (at most {limit})")
+    data = b"".join(pieces())
+    if sha256(data) != digest:
+        raise bad(f"blob {digest[:19]} is altered: its sha256 is another")
+    return data
 
 
 def write_manifest(config: bytes, files: dict[str, tuple[str, int]]) -> bytes:
@@ -123,6 +151,8 @@ def read_config(data: bytes, files: Files, limits: Limits) -> Described:
         raise bad(f"the artifact is of format {found.format}, and {FORMAT} is known here")
     if found.chunk_size != CHUNK:
         raise bad(f"the artifact has chunks of {found.chunk_size} bytes, and an image's are {CHUNK}")
+    if found.sum_size != SUM:
+        raise bad(f"the artifact has sums of {found.sum_size} bytes each, and an image's are of {SUM}")
     if found.name and not NAME.fullmatch(found.name):
         raise bad(f"the artifact's name {found.name[:128]!r} is none that an image can have")
     if found.data_size < 0 or found.data_size % BLOCK or found.meta_size <= 0 or found.meta_size % BLOCK:
@@ -131,14 +161,17 @@ def read_config(data: bytes, files: Files, limits: Limits) -> Described:
         raise bad(f"the image is larger than {limits.max_bytes} bytes, or its metadata than {limits.max_names_bytes}")
     sizes = {META: found.meta_size}
     if found.data_size:
-        sizes |= {SUMS: 32 * -(-found.data_size // CHUNK), DATA: found.data_size}
+        sizes |= {SUMS: 32 * -(-found.data_size // SUM), DATA: found.data_size}
     for name in MEDIA:
         size = files[name].size if name in files else 0
         if size != sizes.get(name, 0):
             raise bad(f"the artifact's {name} has {size} bytes, and its config says {sizes.get(name, 0)}")
     if files[META].digest != found.meta_digest or (found.data_size and files[SUMS].digest != found.data_digest):
         raise bad("the artifact's config and its manifest are of two images")
-    if identity(found.kind, found.config, found.meta_digest, found.data_digest) != found.digest:
+    if (found.kind == "environment") != bool(found.below) or not all(DIGEST.fullmatch(one) for one in found.below):
+        raise bad("the artifact is an environment without layers below it, or no environment and with some")
+    told = identity(found.kind, found.config, found.meta_digest, found.data_digest, found.below, found.builder)
+    if told != found.digest:
         raise bad("the artifact's config is altered: its digest is another image's")
     return found
 

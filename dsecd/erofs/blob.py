@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Iterable
 from typing import Final
 
-from dsecd.erofs.model import BLOCK, CHUNK
+from dsecd.erofs.model import BLOCK, CHUNK, SUM
 from dsecd.erofs.tar import Extents, TarReader
 from dsecd.erofs.tree import HOLE, Node
 
@@ -22,12 +22,12 @@ _FLUSH_AT: Final = 1 << 20
 
 
 class Sums:
-    """sha256 of each 1 MiB of the data file, as it grows, and the digest over them."""
+    """sha256 of each 256 KiB (`SUM`) of the data file, as it grows, and the digest over them."""
 
     def __init__(self) -> None:
         self._sums: list[bytes] = []
         self._hash = hashlib.sha256()
-        self._room = CHUNK
+        self._room = SUM
 
     def update(self, data: bytes | memoryview) -> None:
         view = memoryview(data)
@@ -35,16 +35,26 @@ class Sums:
             self._hash.update(view[: self._room])
             view = view[self._room :]
             self._sums.append(self._hash.digest())
-            self._hash, self._room = hashlib.sha256(), CHUNK
+            self._hash, self._room = hashlib.sha256(), SUM
         self._hash.update(view)
         self._room -= len(view)
 
     def finish(self) -> tuple[bytes, str]:
         """(data.sums, data digest)"""
-        if self._room != CHUNK:
+        if self._room != SUM:
             self._sums.append(self._hash.digest())
         sums = b"".join(self._sums)
         return sums, "sha256:" + hashlib.sha256(sums).hexdigest()
+
+
+def altered_at(data: bytes, at: int, size: int, sums: bytes) -> int | None:
+    """Where the first altered or missing piece begins; None: `data` is the `size` bytes at `at` (a multiple of SUM)."""
+    view = memoryview(data)
+    for start in range(0, size, SUM):
+        number = (at + start) // SUM
+        if hashlib.sha256(view[start : start + SUM]).digest() != sums[number * 32 : number * 32 + 32]:
+            return at + start
+    return None
 
 
 class DataFile:

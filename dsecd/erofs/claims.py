@@ -21,11 +21,18 @@ import re
 import secrets
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 DAY_S: Final = 86_400.0
 LEASE_S: Final = 30 * DAY_S  # a host that has not said a word for so long is gone for good
 _NAME: Final = re.compile(r"([0-9a-f]{64})\.(?:data|by-(.+))|tmp-([0-9a-f]+)\.data|gone-.+-([0-9a-f]{64})\.data")
+
+
+class Gone(NamedTuple):
+    """A file that was removed, and the bytes of disk that it took."""
+
+    name: str
+    size: int
 
 
 def host_owner(tag: str) -> str:
@@ -49,21 +56,21 @@ class Claims:
         """Before the data comes; and again from time to time, to say that we are alive."""
         self._claim(hexa).touch()
 
-    def release(self, hexa: str) -> bool:
-        """Give up an image; whether its data went, which it does when no other host claims it."""
+    def release(self, hexa: str) -> Gone | None:
+        """Give up an image; its data goes when no other host claims it."""
         try:
             self._claim(hexa).unlink()
         except FileNotFoundError:
-            return False
+            return None
         return self._drop(hexa)
 
     def sweep(
         self, ours: Collection[str], here: Collection[str], making: Callable[[str], bool | None]
-    ) -> Iterator[str]:
-        """Names of what nobody needs, removed as they come: data without claims, claims of hosts that are gone.
+    ) -> Iterator[Gone]:
+        """What nobody needs, removed as it comes: data without claims, claims of hosts that are gone.
 
-        ours: images of this host with data here; they are claimed anew. here: all of its images. making: whether an
-        import of ours (by its random word) is under way; None: it is not one of ours.
+        ours: images of this host with data here; they are claimed anew. here: those whose claims stay. making: whether
+        an import of ours (by its random word) is under way; None: it is not one of ours.
         """
         for hexa in ours:
             self.claim(hexa)
@@ -74,24 +81,23 @@ class Claims:
             hexa, owner, temporary, gone = match.groups()
             path = self._root / match[0]
             if owner == self._owner and hexa not in here:
-                if self.release(hexa):
-                    yield f"{hexa}.data"
+                if (data := self.release(hexa)) is not None:
+                    yield data
             elif owner is not None and now - _age_base(path, now) > self._lease_s:
-                path.unlink(missing_ok=True)
                 doubtful.add(hexa)
-                yield match[0]
+                yield _remove(path)
             elif temporary is not None:
                 alive = making(temporary)
                 if alive is False or (alive is None and now - _age_base(path, now) > DAY_S):
-                    path.unlink(missing_ok=True)
-                    yield match[0]
+                    yield _remove(path)
             elif gone is not None and now - _age_base(path, now) > DAY_S:
-                self._settle(path, gone)  # its remover died between two steps
+                if (data := self._settle(path, gone)) is not None:  # its remover died between two steps
+                    yield data
             elif hexa is not None and owner is None and now - _age_base(path, now) > DAY_S:
                 doubtful.add(hexa)  # data that nobody may claim: somebody died after giving up the claim
         for hexa in sorted(doubtful):
-            if self._drop(hexa):
-                yield f"{hexa}.data"
+            if (data := self._drop(hexa)) is not None:
+                yield data
 
     def _claim(self, hexa: str) -> Path:
         return self._root / f"{hexa}.by-{self._owner}"
@@ -99,17 +105,17 @@ class Claims:
     def _is_claimed(self, hexa: str) -> bool:
         return bool(list(self._root.glob(f"{hexa}.by-*")))
 
-    def _drop(self, hexa: str) -> bool:
+    def _drop(self, hexa: str) -> Gone | None:
         gone = self._root / f"gone-{self._owner}-{hexa}.data"
         if self._is_claimed(hexa):
-            return False
+            return None
         try:
             (self._root / f"{hexa}.data").rename(gone)
         except FileNotFoundError:
-            return False
+            return None
         return self._settle(gone, hexa)
 
-    def _settle(self, gone: Path, hexa: str) -> bool:
+    def _settle(self, gone: Path, hexa: str) -> Gone | None:
         """Remove data that was renamed away, or put it back where somebody claims it now and brought none."""
         claimed = self._is_claimed(hexa)
         data = self._root / f"{hexa}.data"
@@ -120,9 +126,9 @@ class Claims:
                 pass  # they were quicker
             except OSError:
                 gone.rename(data)  # no hard links there; at worst it replaces the same bytes
-                return False
-        gone.unlink(missing_ok=True)
-        return not claimed
+                return None
+        size = _remove(gone).size
+        return None if claimed else Gone(data.name, size)
 
     def _now(self) -> float:
         """The store's clock."""
@@ -133,6 +139,15 @@ class Claims:
         finally:
             with contextlib.suppress(FileNotFoundError):
                 probe.unlink()
+
+
+def _remove(path: Path) -> Gone:
+    try:
+        size = path.stat().st_blocks * 512
+        path.unlink()
+    except FileNotFoundError:
+        return Gone(path.name, 0)
+    return Gone(path.name, size)
 
 
 def _age_base(path: Path, now: float) -> float:

@@ -24,7 +24,7 @@ import msgspec
 from msgspec import Struct
 
 from dsecd.erofs import meta, read
-from dsecd.erofs.blob import DataFile
+from dsecd.erofs.blob import DataFile, altered_at
 from dsecd.erofs.importer import Reporter, create_files, drop_privileges, end_with, write_all
 from dsecd.erofs.merge import merge
 from dsecd.erofs.model import BLOCK, CHUNK, Built, ImageConfig
@@ -99,8 +99,8 @@ class LayerData:
             data = self._store.read(self._layer.blob, number * CHUNK, size, READ_S)
         else:
             data = os.pread(self._fd, size, number * CHUNK)
-        if hashlib.sha256(data).digest() != self._sums[number * 32 : number * 32 + 32]:
-            raise bad(f"image {self._layer.shown}: its data is altered (in the mebibyte at {number * CHUNK})")
+        if (at := altered_at(data, number * CHUNK, size, self._sums)) is not None:
+            raise bad(f"image {self._layer.shown}: its data is altered (in the piece at {at})")
         self._kept[number] = data
         if len(self._kept) > FEW:
             self._kept.popitem(last=False)

@@ -26,19 +26,32 @@ class Stack(Struct, frozen=True):
 
 
 def compose(store: ImageStore, base: str, workspace: str | None = None, toolkits: Sequence[str] = ()) -> Stack:
-    """References to a stack. Configs lie over each other as the layers do: the topmost toolkit's over all."""
+    """References to a stack. Configs lie over each other as the layers do: the topmost toolkit's over all.
+
+    base: a base, or an environment, which brings the layers that it was packed on.
+    """
     if len(toolkits) + 2 > MAX_LOWERS:
         raise DsecError("invalid", f"{len(toolkits)} toolkits: a sandbox has at most {MAX_LOWERS} layers")
-    bottom = _of_kind(store, base, "base")
+    bottom = stack_of(store, base)
+    if bottom[0].kind != "environment":
+        _of_kind(store, base, "base")
     middle = [_of_kind(store, workspace, "workspace")] if workspace is not None else []
     tops = [_of_kind(store, ref, "toolkit") for ref in toolkits]
-    lowers = (*tops, *middle, bottom)
+    lowers = (*tops, *middle, *bottom)
+    if len(lowers) > MAX_LOWERS:
+        raise DsecError("invalid", f"{len(lowers)} layers: a sandbox has at most {MAX_LOWERS}; `image collapse` some")
     if len({manifest.digest for manifest in lowers}) != len(lowers):
-        raise DsecError("invalid", "the same toolkit is named twice")  # overlayfs refuses a layer on itself
+        raise DsecError("invalid", "the same layer is there twice")  # overlayfs refuses a layer on itself
     config = ImageConfig()
     for manifest in reversed(lowers):
         config = config.overridden_by(manifest.config)
     return Stack(lowers, config)
+
+
+def stack_of(store: ImageStore, ref: str) -> tuple[Manifest, ...]:
+    """An image with all that it is stacked on, topmost first. Only environments are stacked on anything."""
+    manifest = store.resolve(ref)
+    return (manifest, *(store.resolve(digest) for digest in manifest.below))
 
 
 def _of_kind(store: ImageStore, ref: str, kind: ImageKind) -> Manifest:

@@ -19,7 +19,7 @@ from dsecd.erofs.sys import attach_loop, mount_erofs, umount
 from dsecd.erofs.tar import Entry
 from dsecd.erofs.tree import Tree
 
-DriverName = Literal["file", "fanotify", "loop"]
+DriverName = Literal["file", "fanotify", "fscache", "loop"]
 
 
 class Source(Struct, frozen=True, kw_only=True):

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple, NoReturn
 
+from dsecd.erofs.logins import check_authfile
 from dsecd.erofs.model import ImportJob, Limits
 from dsecd.erofs.sys import PR_SET_PDEATHSIG, prctl
 from dsecd.errors import DsecError, Kind
@@ -43,6 +44,7 @@ Report = Callable[[str, int], None]
 def skopeo(job: ImportJob, limits: Limits, work: Path, report: Report) -> Path:
     """The OCI layout that the reference was copied to."""
     layout = work / "layout"
+    check_authfile(limits.authfile)
     command = ["skopeo", "copy", "--quiet", "--retry-times=2"]
     if not Path("/etc/containers/policy.json").exists():
         command.insert(1, "--insecure-policy")
@@ -81,7 +83,7 @@ def mmdebstrap(job: ImportJob, work: Path) -> Bootstrap:
     ]  # fmt: skip
     if job.packages:
         command.append("--include=" + ",".join(job.packages))
-    command += [job.suite, "-", *_apt_sources(job.suite, work)]
+    command += [job.suite, "-", *apt_sources(job.suite, work)]
     fetching = _start(command, work, "mmdebstrap.log", subprocess.PIPE)
     assert fetching.process.stdout is not None
     tar = os.dup(fetching.process.stdout.fileno())  # a Popen closes its own when it is collected
@@ -124,7 +126,7 @@ def plain_http(reference: str, insecure: tuple[str, ...]) -> bool:
     return host == "localhost" or bool(_LOOPBACK.fullmatch(host)) or host_port in insecure
 
 
-def _apt_sources(suite: str, work: Path) -> list[str]:
+def apt_sources(suite: str, work: Path) -> list[str]:
     """Files for mmdebstrap with the host's own sources of its distribution, for another suite where one is asked for.
 
     Sources of third parties are left out. No mirror is ever named here.

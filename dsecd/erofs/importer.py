@@ -23,7 +23,7 @@ from typing import Final, Literal
 import msgspec
 
 from dsecd.erofs import blob, fetch, meta, oci
-from dsecd.erofs.model import Built, Failed, ImageConfig, ImportJob, Limits, Progress, Pushed, Report
+from dsecd.erofs.model import Built, Failed, ImageConfig, ImportJob, Limits, Listed, Progress, Pushed, Report
 from dsecd.erofs.streams import FdSource, decompressed, peek
 from dsecd.erofs.sys import PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, prctl
 from dsecd.erofs.tar import Entry, Source, TarReader, Truncated, bad
@@ -205,7 +205,7 @@ def _stream(builder: Builder, job: ImportJob, limits: Limits, fd: int, spool: in
     if kind == "tar":
         builder.plain_tar(source, total, seen)
         return ImageConfig()
-    size = _spool(source, spool, seen, total, reporter)
+    size = spool_all(source, spool, seen, total, reporter)
     return _archive(builder, job, limits, spool, size, kind)
 
 
@@ -242,7 +242,8 @@ def _may_be_archive(head: bytes) -> bool:
     return first in ARCHIVE_MEMBERS or hexadecimal or not parts
 
 
-def _spool(source: Source, spool: int, seen: FdSource, total: int | None, reporter: Reporter) -> int:
+def spool_all(source: Source, spool: int, seen: FdSource, total: int | None, reporter: Reporter) -> int:
+    """Copy a stream into a file; its size."""
     size = 0
     while data := source.read(1 << 20):
         write_all(spool, data)
@@ -283,13 +284,19 @@ def failure(e: BaseException) -> Failed:
     raise e
 
 
-def end_with(what: Callable[[Reporter], Built | Pushed]) -> int:
+def end_with(what: Callable[[Reporter], Built | Pushed | Listed | None]) -> int:
     """Do it and report how it ended; the exit status. For this process and for those that are made like it."""
     reporter = Reporter(os.dup(1))
     os.dup2(2, 1)  # what else prints, prints to the log
     try:
         done = what(reporter)
-        report = Report(built=done) if isinstance(done, Built) else Report(pushed=done)
+        match done:
+            case Built():
+                report = Report(built=done)
+            case Listed():
+                report = Report(listed=done)
+            case _:
+                report = Report(pushed=done)
     except (DsecError, OSError, MemoryError) as e:
         report = Report(failed=failure(e))
     reporter.write(report)

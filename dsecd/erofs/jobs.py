@@ -15,12 +15,13 @@ from typing import Final
 
 import msgspec
 
+from dsecd.aio import uninterrupted
 from dsecd.erofs import artifact
-from dsecd.erofs.aio import uninterrupted
 from dsecd.erofs.collapse import CollapseJob, Layer, check_layers
-from dsecd.erofs.model import ImageConfig, ImportJob, Limits, Manifest, Progress, Pushed, Report
+from dsecd.erofs.compose import stack_of
+from dsecd.erofs.model import LOCAL, ImageConfig, ImportJob, Limits, Manifest, Progress, Pushed, Report
 from dsecd.erofs.remote import Reference
-from dsecd.erofs.store import LOCAL, ImageStore, Work
+from dsecd.erofs.store import ImageStore, Work
 from dsecd.erofs.transfer import TransferJob
 from dsecd.errors import DsecError, Kind
 
@@ -57,18 +58,21 @@ async def run_import(
     async def child(work: Work) -> Report:
         given = [] if input_fd is None else [input_fd]
         told = [str(-1 if input_fd is None else input_fd), *(msgspec.json.encode(x).decode() for x in (job, limits))]
-        return await _run(work, "dsecd.erofs.importer", told, given, progress)
+        return await run_child(work, "dsecd.erofs.importer", told, given, progress)
 
     store.writable(job.store or LOCAL)
-    return await _made(store, job, child, progress, limits)
+    return await made_by_child(store, job, child, progress, limits)
 
 
 async def run_collapse(
     store: ImageStore, name: str, refs: Sequence[str], *, max_bytes: int = COLLAPSE_BYTES, put_on: str = "",
     progress: Callable[[Progress], None] = lambda _: None, limits: Limits | None = None,
 ) -> Manifest:  # fmt: skip
-    """One image called `name` of consecutive layers, topmost first; they stay. max_bytes: of their data together."""
-    layers = await asyncio.to_thread(lambda: [store.resolve(ref) for ref in refs])
+    """One image called `name` of consecutive layers, topmost first; they stay. max_bytes: of their data together.
+
+    An environment stands for itself and what is below it.
+    """
+    layers = await asyncio.to_thread(lambda: [layer for ref in refs for layer in stack_of(store, ref)])
     check_layers([layer.kind for layer in layers])
     if len({layer.digest for layer in layers}) != len(layers):
         raise DsecError("invalid", "the same layer is named twice")
@@ -83,13 +87,16 @@ async def run_collapse(
     job.check()
     store.writable(job.store or LOCAL)
     told = CollapseJob(
-        layers=tuple(_layer(store, layer) for layer in layers), base=bottom == "base", config=config, source=job.source
+        layers=tuple(layer_of(store, layer) for layer in layers),
+        base=bottom == "base",
+        config=config,
+        source=job.source,
     )
 
     async def child(work: Work) -> Report:
-        return await _run(work, "dsecd.erofs.collapse", [msgspec.json.encode(told).decode()], [], progress)
+        return await run_child(work, "dsecd.erofs.collapse", [msgspec.json.encode(told).decode()], [], progress)
 
-    return await _made(store, job, child, progress, limits or Limits())
+    return await made_by_child(store, job, child, progress, limits or Limits())
 
 
 async def run_push(
@@ -104,7 +111,7 @@ async def run_push(
     image = await asyncio.to_thread(store.resolve, ref)
     await asyncio.to_thread(store.check, image)
     job = TransferJob(
-        action="push", reference=reference, layer=_layer(store, image), described=artifact.describe(image)
+        action="push", reference=reference, layer=layer_of(store, image), described=artifact.describe(image)
     )
     workspace = store.workspace()
     work = await asyncio.to_thread(workspace.__enter__)
@@ -142,7 +149,7 @@ async def run_pull(
     async def child(work: Work) -> Report:
         return await _transfer(work, TransferJob(action="pull", reference=reference, lazy=lazy), limits, progress)
 
-    return await _made(store, job, child, progress, limits)
+    return await made_by_child(store, job, child, progress, limits)
 
 
 def _as_store(store: ImageStore, found: Reference, limits: Limits) -> Limits:
@@ -159,10 +166,11 @@ def _as_store(store: ImageStore, found: Reference, limits: Limits) -> Limits:
 
 async def _transfer(work: Work, job: TransferJob, limits: Limits, progress: Callable[[Progress], None]) -> Report:
     told = [msgspec.json.encode(one).decode() for one in (job, limits)]
-    return await _run(work, "dsecd.erofs.transfer", told, [], progress)
+    return await run_child(work, "dsecd.erofs.transfer", told, [], progress)
 
 
-def _layer(store: ImageStore, image: Manifest) -> Layer:
+def layer_of(store: ImageStore, image: Manifest) -> Layer:
+    """Where its files are, for a child that reads them."""
     remote = store.is_remote(image)
     return Layer(
         shown=image.name or image.hex[:12], meta=str(store.meta_path(image)), meta_digest=image.meta_digest,
@@ -172,7 +180,7 @@ def _layer(store: ImageStore, image: Manifest) -> Layer:
     )  # fmt: skip
 
 
-async def _made(
+async def made_by_child(
     store: ImageStore, job: ImportJob, child: Callable[[Work], Awaitable[Report]], progress: Callable[[Progress], None],
     limits: Limits,
 ) -> Manifest:  # fmt: skip
@@ -198,7 +206,8 @@ async def _committed(
         assert built is not None
         if built.kind is not None:  # a pulled image says what it is
             put_on = "" if built.data_file and job.store in store.remotes else job.store
-            job = msgspec.structs.replace(job, kind=built.kind, name=job.name or built.name, store=put_on)
+            name = "" if job.unnamed else job.name or built.name
+            job = msgspec.structs.replace(job, kind=built.kind, name=name, store=put_on)
             job.check()
         progress(Progress("commit", built.data_size, built.data_size))
         # A commit takes milliseconds once begun, and a thread cannot be interrupted: cancellation waits for it.
@@ -207,7 +216,7 @@ async def _committed(
         await uninterrupted(asyncio.to_thread(workspace.__exit__, None, None, None))
 
 
-async def _run(
+async def run_child(
     work: Work, module: str, arguments: Sequence[str], given: Sequence[int], progress: Callable[[Progress], None]
 ) -> Report:
     """How a child in that module ended: its last report, which is no failure."""

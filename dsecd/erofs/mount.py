@@ -14,8 +14,8 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
+from dsecd.aio import uninterrupted
 from dsecd.erofs import sys
-from dsecd.erofs.aio import uninterrupted
 from dsecd.erofs.drivers import DRIVERS, NOT_THIS_WAY, Driver, DriverName, Probe, Source, probe_drivers
 from dsecd.erofs.model import Manifest
 from dsecd.erofs.pages.model import Trouble
@@ -66,7 +66,7 @@ class MountTable:
     ) -> None:
         self._dir = run_dir
         self._store = store
-        self._linger_s = linger_s
+        self.linger_s = linger_s
         self._drivers = tuple(drivers)
         self._images: dict[str, _Image] = {}
         self._paths: dict[str, str] = {}  # name of a mount point -> digest that has it or is about to
@@ -175,7 +175,7 @@ class MountTable:
             self._forget(digest, image)
             return
         loop = asyncio.get_running_loop()
-        image.timer = loop.call_later(self._linger_s, self._lingered, digest, image)
+        image.timer = loop.call_later(self.linger_s, self._lingered, digest, image)
 
     def _lingered(self, digest: str, image: _Image) -> None:
         image.timer = None
@@ -208,7 +208,8 @@ class MountTable:
         path = self._dir / self._claim(manifest)
         found = await asyncio.to_thread(_find, path, digest)
         try:
-            source = await asyncio.to_thread(self._source, manifest)
+            asked = manifest if found is None else self._store.as_stored(manifest)
+            source = await asyncio.to_thread(self._source, asked)
             if found is not None:
                 for driver in self._drivers:
                     if driver.name == found.driver:

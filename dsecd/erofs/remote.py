@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple, NoReturn, Protocol
 from urllib.parse import SplitResult, urlencode, urljoin, urlsplit
 
-from dsecd.erofs.artifact import OCI_MANIFEST, sha256
+from dsecd.erofs.artifact import OCI_MANIFEST, sha256, small_blob
 from dsecd.erofs.fetch import plain_http
+from dsecd.erofs.logins import check_authfile, login_of
 from dsecd.erofs.model import DIGEST, REFERENCE, Limits
 from dsecd.erofs.stores.http import REDIRECTS_MAX, Connections
-from dsecd.erofs.stores.registry import REPOSITORY, TAG, authorize, is_loopback, login_of
+from dsecd.erofs.stores.registry import REPOSITORY, TAG, authorize, is_loopback
 from dsecd.erofs.tar import bad
 from dsecd.errors import DsecError
 
@@ -62,6 +63,7 @@ class Remote:
         scheme = "http" if plain_http(reference.host, self._insecure) else "https"
         self._base = f"{scheme}://{reference.host}/v2/{reference.repository}"
         self._scope = f"repository:{reference.repository}:{actions}"
+        check_authfile(limits.authfile)
         self._login = login_of(limits.authfile, reference.host)
         self._authorization = ""
         self._tls = ssl.create_default_context()
@@ -98,12 +100,7 @@ class Remote:
 
     def whole(self, digest: str, size: int, limit: int) -> bytes:
         """A small blob, checked."""
-        if size > limit:
-            raise bad(f"blob {digest[:19]} is {size} bytes long (at most {limit})")
-        data = b"".join(self.blob(digest, size))
-        if sha256(data) != digest:
-            raise bad(f"blob {digest[:19]} is altered: its sha256 is another")
-        return data
+        return small_blob(lambda: self.blob(digest, size), digest, size, limit)
 
     def has(self, digest: str) -> int | None:
         """The blob's size there; None: there is none."""

@@ -11,13 +11,22 @@ import errno
 import fcntl
 import os
 import struct
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple
 
 PR_SET_PDEATHSIG: Final = 1
 PR_SET_NO_NEW_PRIVS: Final = 38
+CAP_DAC_READ_SEARCH: Final = 2
+CAP_SYS_ADMIN: Final = 21
+CLONE_FS: Final = 0x200
 UMOUNT_NOFOLLOW: Final = 8
+CLONE_NEWNET: Final = 0x40000000
+CLONE_NEWIPC: Final = 0x08000000
 
+_PR_CAPBSET_DROP: Final = 24
+_CAP_VERSION_3: Final = 0x20080522
 _SYS_MOVE_MOUNT, _SYS_FSOPEN, _SYS_FSCONFIG, _SYS_FSMOUNT = 429, 430, 431, 432  # the same on every architecture
 _FSOPEN_CLOEXEC: Final = 1
 _FSMOUNT_CLOEXEC: Final = 1
@@ -35,7 +44,14 @@ _LOOP_CONFIG: Final = struct.Struct("<II8x8x8x8x8xIIII64s64s32x16x64x")
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 _libc.umount2.argtypes = [ctypes.c_char_p, ctypes.c_int]
+_libc.capset.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
 _libc.prctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong]
+
+
+def unshare(flags: int) -> None:
+    """Leave namespaces: CLONE_NEW… of sched.h."""
+    if _libc.unshare(flags) < 0:
+        raise _error("unshare")
 
 
 def prctl(option: int, value: int) -> None:
@@ -43,14 +59,53 @@ def prctl(option: int, value: int) -> None:
         raise _error("prctl")
 
 
-def mount_erofs(source: str, devices: list[str], target: Path) -> None:
+def keep_caps(*numbers: int) -> None:
+    """Of this process's capabilities, these stay; none is passed on by an exec."""
+    for number in range(64):
+        if number not in numbers and _libc.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0) < 0:
+            break  # EINVAL: this kernel has no more; EPERM: they were dropped before
+    mask = sum(1 << number for number in numbers)
+    low, high = mask & 0xFFFFFFFF, mask >> 32
+    head = struct.pack("<Ii", _CAP_VERSION_3, 0)
+    if _libc.capset(head, struct.pack("<6I", low, low, 0, high, high, 0)) < 0:
+        raise _error("capset")
+
+
+def in_directory(directory: Path, work: Callable[[], None]) -> None:
+    """Run `work` with another working directory than the rest of the process has, for system calls that take a name
+    there. In a thread of its own, as only a thread can leave what all share. Raises what `work` raises."""
+    failed: list[OSError] = []
+
+    def run() -> None:
+        try:
+            if _libc.unshare(CLONE_FS) < 0:
+                raise _error("unshare")
+            os.chdir(directory)
+            work()
+        except OSError as exc:
+            failed.append(exc)
+
+    thread = threading.Thread(target=run, name="in-directory")
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+
+
+def mount_erofs(source: str, devices: list[str], target: Path, *, fsid: str = "", domain: str = "") -> None:
     """Mount read-only, nodev and nosuid; the error's text is the kernel's.
+
+    fsid: read through fscache (cachefiles on demand) instead of from `source`: the name of the blob that holds the
+    metadata; `devices` are then names of blobs, too, and those of one `domain` are shared by all mounts in it.
 
     An overlay looks at its own flags alone, so setuid programs work in sandboxes and nowhere else on the host.
     """
     fs = _call("fsopen", _SYS_FSOPEN, b"erofs", _FSOPEN_CLOEXEC)
     try:
         _fsconfig(fs, _SET_STRING, b"source", os.fsencode(source))
+        for key, value in ((b"fsid", fsid), (b"domain_id", domain)):
+            if value:
+                _fsconfig(fs, _SET_STRING, key, value.encode())
         for device in devices:
             _fsconfig(fs, _SET_STRING, b"device", os.fsencode(device))
         _fsconfig(fs, _SET_FLAG, b"ro", None)

@@ -58,15 +58,19 @@ class Truncated(DsecError):
 
 
 class Entry:
-    """One member. size: of the file as it unpacks; extents: (offset, length) of its data where it is sparse."""
+    """One member. size: of the file as it unpacks; extents: (offset, length) of its data where it is sparse.
 
-    __slots__ = ("extents", "gid", "link", "mode", "mtime_ns", "name", "rdev", "size", "type", "uid", "xattrs")
+    links: how many names the file had, where the archive says so, or 1.
+    """
+
+    __slots__ = ("extents", "gid", "link", "links", "mode", "mtime_ns", "name", "rdev", "size", "type", "uid", "xattrs")
 
     def __init__(self, name: bytes, kind: Type) -> None:
         self.name = name
         self.type: Type = kind
         self.mode = self.uid = self.gid = self.size = self.mtime_ns = 0
         self.link = b""
+        self.links = 1
         self.rdev = (0, 0)
         self.xattrs: dict[bytes, bytes] = {}
         self.extents: Extents | None = None
@@ -219,6 +223,8 @@ class TarReader:
             if entry.rdev[0] > 0xFFF or entry.rdev[1] > 0xFFFFF:
                 raise bad(f"tar: {entry.shown}: a device number beyond 12+20 bits")
         entry.xattrs = _xattrs(pax)
+        if b"SCHILY.nlink" in pax:
+            entry.links = _decimal(pax[b"SCHILY.nlink"])
         self._size(entry, header, pax)
         return entry
 

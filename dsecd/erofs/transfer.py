@@ -13,18 +13,20 @@ import contextlib
 import hashlib
 import os
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 from msgspec import Struct
 
 from dsecd.erofs import artifact, read
 from dsecd.erofs.artifact import DATA, META, SUMS, Described
+from dsecd.erofs.blob import altered_at
 from dsecd.erofs.collapse import Layer, LayerData
 from dsecd.erofs.importer import Reporter, create_files, drop_privileges, end_with, write_all
 from dsecd.erofs.model import CHUNK, Built, Limits, Pushed
-from dsecd.erofs.remote import Reference, Remote
+from dsecd.erofs.remote import Body, Reference, Remote
 from dsecd.erofs.sys import PR_SET_PDEATHSIG, prctl
 from dsecd.erofs.tar import bad
 
@@ -63,41 +65,70 @@ class _Bytes:
         return bytes(piece)
 
 
-def push(layer: Layer, described: Described, remote: Remote, reporter: Reporter) -> Pushed:
-    with contextlib.ExitStack() as held:
-        small = {META: Path(layer.meta).read_bytes(), SUMS: Path(layer.sums).read_bytes()}
-        if artifact.sha256(small[META]) != layer.meta_digest:
+class Sink(Protocol):
+    """Where images go as artifacts."""
+
+    def put_blob(self, digest: str, size: int, body: Callable[[], Body]) -> bool:
+        """Whether it had to be sent."""
+
+    def put_manifest(self, data: bytes) -> None: ...
+
+
+class Opened:
+    """An image whose files are open, so that root is no longer needed."""
+
+    def __init__(self, layer: Layer, described: Described, held: contextlib.ExitStack) -> None:
+        self._layer, self._described = layer, described
+        self._small = {META: Path(layer.meta).read_bytes(), SUMS: Path(layer.sums).read_bytes()}
+        if artifact.sha256(self._small[META]) != layer.meta_digest:
             raise bad(f"image {layer.shown}: its metadata is altered")
-        data = LayerData(layer, held)
-        drop_privileges()
-        size = layer.data_size
+        self._data = LayerData(layer, held)
+
+    def send(self, sink: Sink, reporter: Reporter) -> Pushed:
+        """All of it that is not there."""
+        size, small = self._layer.data_size, dict(self._small)
         if not size:
             del small[SUMS]
-        small["config"] = msgspec.json.encode(described, order="deterministic")
+        small["config"] = msgspec.json.encode(self._described, order="deterministic")
         files = {name: (artifact.sha256(content), len(content)) for name, content in small.items()}
         sent = 0
         if size:
             hashed = hashlib.sha256()
-            reading = _Counting(data, size, reporter, "read")
+            reading = _Counting(self._data, size, reporter, "read")
             while piece := reading.read(CHUNK):
                 hashed.update(piece)
             files[DATA] = ("sha256:" + hashed.hexdigest(), size)
-            new = remote.put_blob(*files[DATA], lambda: _Counting(data, size, reporter, "push"))
+            new = sink.put_blob(*files[DATA], lambda: _Counting(self._data, size, reporter, "push"))
             sent += size * new
         for name, content in small.items():
-            sent += len(content) * remote.put_blob(*files[name], lambda content=content: _Bytes(content))  # type: ignore[misc]
+            sent += len(content) * sink.put_blob(*files[name], lambda content=content: _Bytes(content))  # type: ignore[misc]
         manifest = artifact.write_manifest(small["config"], files)
-        remote.put_manifest(manifest)
+        sink.put_manifest(manifest)
         return Pushed(digest=artifact.sha256(manifest), sent_bytes=sent + len(manifest))
 
 
+def push(layer: Layer, described: Described, remote: Remote, reporter: Reporter) -> Pushed:
+    with contextlib.ExitStack() as held:
+        opened = Opened(layer, described, held)
+        drop_privileges()
+        return opened.send(remote, reporter)
+
+
 # -- pull --------------------------------------------------------------------------------------------------------------
-def pull(work: Path, job: TransferJob, limits: Limits, remote: Remote, reporter: Reporter) -> Built:
+class Origin(Protocol):
+    """Where one artifact comes from. Errors as of `remote.Remote`."""
+
+    def manifest(self, limit: int) -> bytes: ...
+    def whole(self, digest: str, size: int, limit: int) -> bytes: ...
+    def blob(self, digest: str, size: int) -> Iterator[bytes]: ...
+    def has(self, digest: str) -> int | None: ...
+
+
+def pull(work: Path, job: TransferJob, limits: Limits, remote: Origin, reporter: Reporter) -> Built:
     with contextlib.ExitStack() as held:
         data_fd, meta_fd, sums_fd = create_files(work, held, "data", "meta.erofs", "data.sums")
         drop_privileges()
-        config, files = artifact.read_manifest(remote.manifest(artifact.MAX_JSON))
-        found = artifact.read_config(remote.whole(config.digest, config.size, artifact.MAX_JSON), files, limits)
+        found, files = described_by(remote, limits)
         content = remote.whole(files[META].digest, found.meta_size, limits.max_names_bytes)
         sums = b""
         if found.data_size:
@@ -121,11 +152,18 @@ def pull(work: Path, job: TransferJob, limits: Limits, remote: Remote, reporter:
         return Built(
             config=found.config, files=entries, meta_size=found.meta_size, meta_digest=found.meta_digest,
             data_size=size, data_digest=digest, data_file="" if lazy else "data", source=job.reference,
-            blob=files[DATA].digest if lazy else "", kind=found.kind, name=found.name,
+            blob=files[DATA].digest if lazy else "", kind=found.kind, name=found.name, below=found.below,
+            builder=found.builder,
         )  # fmt: skip
 
 
-def _check_there(remote: Remote, blob: artifact.Descriptor) -> None:
+def described_by(remote: Origin, limits: Limits) -> tuple[Described, artifact.Files]:
+    """What the artifact says that it is."""
+    config, files = artifact.read_manifest(remote.manifest(artifact.MAX_JSON))
+    return artifact.read_config(remote.whole(config.digest, config.size, artifact.MAX_JSON), files, limits), files
+
+
+def _check_there(remote: Origin, blob: artifact.Descriptor) -> None:
     """An image whose data is missing is better found out now than at its first read."""
     size = remote.has(blob.digest)
     if size != blob.size:
@@ -133,13 +171,12 @@ def _check_there(remote: Remote, blob: artifact.Descriptor) -> None:
         raise bad(f"the artifact's data, blob {blob.digest[:19]}, {what}")
 
 
-def _fetch(remote: Remote, blob: artifact.Descriptor, sums: bytes, fd: int, reporter: Reporter) -> None:
+def _fetch(remote: Origin, blob: artifact.Descriptor, sums: bytes, fd: int, reporter: Reporter) -> None:
     done = 0
     whole = hashlib.sha256()
-    for piece in remote.blob(blob.digest, blob.size):  # of 1 MiB, as the sums are
-        number = done // CHUNK
-        if hashlib.sha256(piece).digest() != sums[number * 32 : number * 32 + 32]:
-            raise bad(f"the artifact's data is altered (in the mebibyte at {done})")
+    for piece in remote.blob(blob.digest, blob.size):  # of 1 MiB, whole sums each
+        if (at := altered_at(piece, done, len(piece), sums)) is not None:
+            raise bad(f"the artifact's data is altered (in the piece at {at})")
         whole.update(piece)
         write_all(fd, piece)
         done += len(piece)

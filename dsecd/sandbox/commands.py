@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 import msgspec
@@ -16,6 +17,7 @@ from msgspec import Struct
 
 from dsecd.agent.command import (
     FLAG_CONTROL,
+    FLAG_FOLLOW,
     FLAG_QUIET,
     FLAG_STDIN,
     FLAG_TTY,
@@ -27,10 +29,14 @@ from dsecd.agent.command import (
 from dsecd.agent.frames import Field, Tag, Type
 from dsecd.agent.link import AgentLink
 from dsecd.errors import DsecError
+from dsecd.metrics import DAEMON
 from dsecd.sandbox.cpus import CpuChooser
 from dsecd.sandbox.record import Record, as_unix, now
 from dsecd.wire import execs as wire
 
+OVERHEAD_S: Final = DAEMON.histogram(
+    "dsecd_exec_overhead_seconds", "Of exec.run: from its request to its result, without the time that the command ran."
+)
 ARG_MAX_ONE: Final = 131_071  # Linux MAX_ARG_STRLEN less the NUL: one argument or NAME=value (execve(2))
 ARG_MAX_ALL: Final = 2_000_000  # a quarter of the default 8 MiB stack, less some room (execve(2))
 PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -112,10 +118,14 @@ class Entry(Struct):
 class Commands:
     """All commands of one running sandbox."""
 
-    def __init__(self, record: Record, link: AgentLink, cpus: CpuChooser) -> None:
+    def __init__(
+        self, record: Record, link: AgentLink, cpus: CpuChooser | None, on_end: Callable[[str], Awaitable[None]]
+    ) -> None:
         self.record = record
         self.link = link
         self._cpus = cpus
+        self._on_end = on_end  # of a command that was started and not waited for
+        self._ends: set[asyncio.Future[None]] = set()
         self._entries: dict[str, Entry] = {}
         self.busy = 0
         self.detached = False  # the daemon is stopping: commands are let go of, not killed
@@ -130,7 +140,7 @@ class Commands:
         self._entries[ident] = entry
         self.record.commands += 1
         self._watch(ident, entry)
-        mask = self._cpus.choose(self.record.spec.cpu, command.ended)
+        mask = self._cpus.choose(self.record.spec.cpu, command.ended) if self._cpus is not None else b""
         command.start([*asked.items, (Tag.CPUS, mask)] if mask else asked.items)
         return ident, entry
 
@@ -145,6 +155,10 @@ class Commands:
             entry.done = True
             if future.cancelled() or future.exception() is not None:
                 self._entries.pop(ident, None)
+            elif entry.meta.quiet and not entry.meta.session:
+                telling = asyncio.ensure_future(self._on_end(ident))
+                self._ends.add(telling)
+                telling.add_done_callback(self._ends.discard)
 
         entry.command.ended.add_done_callback(ended)
 
@@ -171,6 +185,7 @@ class Commands:
                 with contextlib.suppress(asyncio.CancelledError, DsecError):
                     await feeder
         result = self._result(ident, command, ended, queued)
+        OVERHEAD_S.observe(max(0.0, time.monotonic() - received - ended.ran_us / 1e6))
         if asked.request_id is None:  # after the reply: the agent's waking up must not delay it
             asyncio.get_running_loop().call_soon(self.forget, ident)
         return result
@@ -190,14 +205,13 @@ class Commands:
     # -- start, attach ------------------------------------------------------------------------------------------------
     async def start(self, asked: wire.Start, uid: int) -> wire.Started:
         flags = FLAG_QUIET | (FLAG_TTY if asked.tty else 0) | (FLAG_STDIN if asked.stdin or asked.tty else 0)
+        flags |= FLAG_FOLLOW if asked.follow else 0
         planned = plan(self.record, asked, argv_of(asked), flags)
         if asked.tty:
             planned.items += [(Tag.ROWS, asked.rows), (Tag.COLS, asked.cols)]
         self._trim()
         ident, entry = self._enter(planned, uid, asked.request_id or "", True)
         if asked.follow:
-            for stream in (STDOUT, STDERR):
-                entry.command.follow(stream, 0, 0)
             asyncio.get_running_loop().call_later(ATTACH_S, _let_go, entry.command)
         return wire.Started(exec_id=ident, pid=await entry.command.started)
 
@@ -267,14 +281,16 @@ class Commands:
 
     # -- results ------------------------------------------------------------------------------------------------------
     def _result(self, ident: str, command: Command, ended: Ended, queued: float) -> wire.Ran:
-        out = command.kept(STDOUT, ended.totals.get(STDOUT, 0))
-        err = command.kept(STDERR, ended.totals.get(STDERR, 0))
+        out = command.kept(STDOUT, ended)
+        err = command.kept(STDERR, ended)
         return wire.Ran(
             exec_id=ident,
             stdout=out.head + out.tail,
             stderr=err.head + err.tail,
             stdout_dropped=out.dropped,
             stderr_dropped=err.dropped,
+            stdout_dropped_sha256=out.digest,
+            stderr_dropped_sha256=err.digest,
             stdout_head=len(out.head) if out.dropped else 0,
             stderr_head=len(err.head) if err.dropped else 0,
             queued_ms=round(queued * 1000, 3),

@@ -24,6 +24,7 @@ class Event(Struct):
     state: str
     text: str
     labels: dict[str, str]
+    project: str
 
 
 class Events:
@@ -34,9 +35,9 @@ class Events:
         self._history: deque[Event] = deque(maxlen=HISTORY)
         self._listeners: set[_Listener] = set()
 
-    def publish(self, sandbox_id: str, event: str, state: str, text: str, labels: dict[str, str]) -> None:
+    def publish(self, sandbox_id: str, event: str, state: str, text: str, labels: dict[str, str], project: str) -> None:
         self._seq += 1
-        item = Event(self._seq, time.time(), sandbox_id, event, state, text, labels)
+        item = Event(self._seq, time.time(), sandbox_id, event, state, text, labels, project)
         self._history.append(item)
         for listener in self._listeners:
             listener.put(item)

@@ -22,7 +22,12 @@ def as_unix(moment: float | None) -> float | None:
 
 
 class Record(Struct, kw_only=True):
-    """Durable. Times are `now()` seconds; `boot` says of which boot. pid and ticks name the init process."""
+    """Durable. Times are `now()` seconds; `boot` says of which boot. pid and ticks name the init process.
+
+    devices: CDI names of what it has leased, by pool. networked: it has a link, whatever its rules say now. paused_at:
+    since when it is paused. stood: seconds of all pauses before. reclaimed: bytes that the last one gave back.
+    fleeting: it lives for one command.
+    """
 
     id: str
     spec: wire.Spec
@@ -43,6 +48,32 @@ class Record(Struct, kw_only=True):
     request: str = ""
     reason: str = ""
     commands: int = 0
+    devices: dict[str, tuple[str, ...]] = {}
+    networked: bool = False
+    choice: wire.Choice | None = None
+    fleeting: bool = False
+    paused_at: float | None = None
+    stood: float = 0.0
+    reclaimed: int = 0
+
+    @property
+    def frozen(self) -> bool:
+        """Whether it is a container that is paused, or was on its way there or back."""
+        return self.backend == "container" and self.state in ("pausing", "paused", "resuming")
+
+    @property
+    def clock(self) -> float:
+        """`now()` as its total deadline and its lease count it: it stands still while they do."""
+        return now() if self.paused_at is None or self.spec.paused_clock == "running" else self.paused_at
+
+    @property
+    def awake(self) -> float:
+        """Seconds on a clock that stands still in pauses, whatever its deadlines do."""
+        return (now() if self.paused_at is None else self.paused_at) - self.stood
+
+    def moment(self, deadline: float | None) -> float | None:
+        """When that will be, in `now()` seconds; of a clock that stands still: if it went on now."""
+        return None if deadline is None else deadline + now() - self.clock
 
     @property
     def live(self) -> bool:
@@ -63,8 +94,9 @@ def public(record: Record, busy: int = 0) -> wire.Sandbox:
         "running_at": as_unix(record.running),
         "ended_at": as_unix(record.ended),
         "idle_deadline": as_unix(idle),
-        "total_deadline": as_unix(record.total_deadline),
-        "lease_deadline": as_unix(record.lease_deadline),
+        "paused_at": as_unix(record.paused_at),
+        "total_deadline": as_unix(record.moment(record.total_deadline)),
+        "lease_deadline": as_unix(record.moment(record.lease_deadline)),
     }
     return wire.Sandbox(
         id=record.id,
@@ -73,6 +105,7 @@ def public(record: Record, busy: int = 0) -> wire.Sandbox:
         image=spec.image,
         layers=record.layers,
         name=spec.name,
+        job=spec.job,
         labels=spec.labels,
         owner=record.owner,
         created_at=as_unix(record.created) or 0.0,
@@ -82,5 +115,7 @@ def public(record: Record, busy: int = 0) -> wire.Sandbox:
         memory_mb=spec.memory_mb,
         disk_mb=spec.disk_mb,
         pids=spec.pids,
+        devices=record.devices,
+        choice=record.choice,
         **optional,
     )

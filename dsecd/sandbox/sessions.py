@@ -8,6 +8,7 @@ at most confuse its own session: nothing it prints is trusted beyond that.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import secrets
 import shlex
 import time
@@ -17,11 +18,13 @@ from dsecd.agent.command import CONTROL, STDERR, STDOUT, Command
 from dsecd.agent.frames import FrameError
 from dsecd.errors import DsecError
 from dsecd.sandbox.commands import KILLED, Commands
+from dsecd.sandbox.record import Record
 from dsecd.wire import execs as wire
 
 WINDOW: Final = 1 << 20
 GRACE_S: Final = 2.0
-MARK_S: Final = 0.2  # a line may have sent the shell's own stdout elsewhere; then its mark never comes
+PAUSED_LOOK_S: Final = 0.5  # how often a line that waits for its deadline looks whether its sandbox goes on
+MARK_S: Final = 1.0  # a line may have sent the shell's own stdout elsewhere; then its mark never comes
 _PROLOGUE: Final = b'__dsec_end() { echo "$2" ; echo "$2" >&2 ; echo "$2 $1" >&9 ; return "$1" ; }\n'
 
 
@@ -35,6 +38,7 @@ class _Capture:
         self.head = bytearray()
         self.tail = bytearray()
         self.dropped = 0
+        self._digest = hashlib.sha256()
         self.ended = asyncio.Event()
 
     def add(self, data: memoryview) -> None:
@@ -47,10 +51,8 @@ class _Capture:
         whole = self.tail if len(self.tail) >= len(self._mark) else self.head + self.tail
         if whole.endswith(self._mark):
             self._cut()
-        elif len(self.tail) > self._tail_max + len(self._mark):
-            extra = len(self.tail) - self._tail_max - len(self._mark)
-            del self.tail[:extra]
-            self.dropped += extra
+        else:
+            self._drop(self._tail_max + len(self._mark))
 
     def _cut(self) -> None:
         left = len(self._mark)
@@ -58,23 +60,33 @@ class _Capture:
         del self.tail[len(self.tail) - from_tail :]
         if left > from_tail:
             del self.head[len(self.head) - (left - from_tail) :]
-        extra = max(0, len(self.tail) - self._tail_max)
-        del self.tail[:extra]
-        self.dropped += extra
+        self._drop(self._tail_max)
         self.ended.set()
 
+    def _drop(self, keep: int) -> None:
+        """All of the tail but its last `keep` bytes."""
+        extra = len(self.tail) - keep
+        if extra > 0:
+            self._digest.update(self.tail[:extra])
+            del self.tail[:extra]
+            self.dropped += extra
+
     def finish(self) -> bytes:
-        extra = max(0, len(self.tail) - self._tail_max)
-        del self.tail[:extra]
-        self.dropped += extra
+        self._drop(self._tail_max)
         return bytes(self.head + self.tail)
+
+    @property
+    def digest(self) -> str:
+        """Of what was dropped."""
+        return self._digest.hexdigest() if self.dropped else ""
 
 
 class Session:
     """One open shell. One line at a time."""
 
-    def __init__(self, ident: str, command: Command) -> None:
+    def __init__(self, ident: str, command: Command, record: Record) -> None:
         self.id = ident
+        self._record = record
         self._command = command
         self._lock = asyncio.Lock()
         self._captures: dict[int, _Capture] = {}
@@ -108,7 +120,7 @@ class Session:
             end = mark.encode() + b"\n"
             self._captures = {s: _Capture(asked.cap_bytes, end) for s in (STDOUT, STDERR)}
             control = self._captures[CONTROL] = _Capture(4096, b"\n")
-            started = time.monotonic()
+            queued, started = time.monotonic() - received, self._record.awake
             line = f"command eval {shlex.quote(asked.shell or '')} </dev/null 9>&-\n__dsec_end $? {mark}\n"
             timed_out = False
             feeder = asyncio.ensure_future(self._command.feed(line.encode()))
@@ -123,15 +135,24 @@ class Session:
                 raise
             finally:
                 feeder.cancel()
-            return self._result(mark, control, started, received, timed_out)
+            ran = self._record.awake - started
+            return self._result(mark, control, queued, ran, timed_out)
 
     async def _until(self, event: asyncio.Event, timeout: float | None) -> bool:
-        """Wait for the event or the shell's end; False at the deadline."""
+        """Wait for the event or the shell's end; False at the deadline, whose time stands still in a pause."""
         waiter = asyncio.ensure_future(event.wait())
+        deadline = None if timeout is None else self._record.awake + timeout
         try:
-            futures = (waiter, self._command.ended)
-            done, _ = await asyncio.wait(futures, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            return bool(done)
+            while True:
+                left = None if deadline is None else deadline - self._record.awake
+                if left is not None and left <= 0:
+                    return False
+                if left is not None and self._record.paused_at is not None:
+                    left = max(left, PAUSED_LOOK_S)
+                futures = (waiter, self._command.ended)
+                done, _ = await asyncio.wait(futures, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                if done:
+                    return True
         finally:
             waiter.cancel()
 
@@ -143,12 +164,10 @@ class Session:
             await self._until(ended, GRACE_S)
 
     async def _marks(self) -> None:
-        waits = [asyncio.ensure_future(self._captures[s].ended.wait()) for s in (STDOUT, STDERR)]
-        await asyncio.wait(waits, timeout=MARK_S)
-        for wait in waits:
-            wait.cancel()
+        await asyncio.gather(*(self._until(self._captures[s].ended, MARK_S) for s in (STDOUT, STDERR)))
 
-    def _result(self, mark: str, control: _Capture, started: float, received: float, timed_out: bool) -> wire.Ran:
+    def _result(self, mark: str, control: _Capture, queued: float, ran: float, timed_out: bool) -> wire.Ran:
+        """queued, ran: seconds."""
         code = 128 + KILLED
         words = bytes(control.head + control.tail).split()
         if len(words) == 2 and words[0] == mark.encode() and words[1].isdigit() and len(words[1]) <= 3:
@@ -165,11 +184,13 @@ class Session:
             stderr=stderr,
             stdout_dropped=out.dropped,
             stderr_dropped=err.dropped,
+            stdout_dropped_sha256=out.digest,
+            stderr_dropped_sha256=err.digest,
             stdout_head=len(out.head) if out.dropped else 0,
             stderr_head=len(err.head) if err.dropped else 0,
             timed_out=timed_out,
-            queued_ms=round((started - received) * 1000, 3),
-            ran_ms=round((time.monotonic() - started) * 1000, 3),
+            queued_ms=round(queued * 1000, 3),
+            ran_ms=round(ran * 1000, 3),
         )
 
     def close(self) -> None:
@@ -186,7 +207,7 @@ class Sessions:
     async def open(self, asked: wire.SessionOpen, uid: int) -> wire.Session:
         ident = "s" + secrets.token_hex(6)
         _, command = await self._commands.start_shell(asked, uid, ident)
-        session = self._open[ident] = Session(ident, command)
+        session = self._open[ident] = Session(ident, command, self._commands.record)
         command.ended.add_done_callback(lambda _f: self._open.pop(ident, None))
         await session.begin()
         return wire.Session(session_id=ident)

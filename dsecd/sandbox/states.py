@@ -5,17 +5,20 @@ Rules of this file: a state is left only by an event of the table; an illegal on
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from typing import Final, TypeVar
 
 from dsecd.errors import DsecError
 from dsecd.wire.sandbox import State
+
+S = TypeVar("S", bound=str)
 
 MOVES: Final[dict[State, dict[str, State]]] = {
     "creating": {"started": "running", "broke": "failed", "stop": "stopping"},
     "running": {"pause": "pausing", "stop": "stopping", "broke": "failed"},
     "pausing": {"paused": "paused", "unpaused": "running", "stop": "stopping", "broke": "failed"},
     "paused": {"resume": "resuming", "stop": "stopping", "broke": "failed"},
-    "resuming": {"resumed": "running", "stop": "stopping", "broke": "failed"},
+    "resuming": {"resumed": "running", "unresumed": "paused", "stop": "stopping", "broke": "failed"},
     "stopping": {"ended": "stopped", "broke": "failed"},
     "stopped": {},
     "failed": {},
@@ -26,7 +29,12 @@ ENDED: Final[frozenset[State]] = frozenset(MOVES) - LIVE
 
 def move(state: State, event: str) -> State:
     """The state after `event`; `conflict` when that cannot happen in `state`."""
+    return moved(MOVES, "sandbox", state, event)
+
+
+def moved(moves: Mapping[S, Mapping[str, S]], what: str, state: S, event: str) -> S:
+    """As `move`, by another table."""
     try:
-        return MOVES[state][event]
+        return moves[state][event]
     except KeyError as exc:
-        raise DsecError("conflict", f"a sandbox that is {state} cannot take {event!r}") from exc
+        raise DsecError("conflict", f"a {what} that is {state} cannot take {event!r}") from exc

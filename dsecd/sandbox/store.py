@@ -26,10 +26,14 @@ _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS sandboxes (id TEXT PRIMARY KEY, live INTEGER NOT NULL, body BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS requests (
     uid INTEGER NOT NULL, key TEXT NOT NULL, method TEXT NOT NULL, digest BLOB NOT NULL, reply BLOB,
-    at REAL NOT NULL, PRIMARY KEY (uid, key)) WITHOUT ROWID;
+    at REAL NOT NULL, sandbox TEXT, seq INTEGER, PRIMARY KEY (uid, key)) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS requests_at ON requests (at);
 """
-FORMAT: Final = 1
+_FROM_1: Final = """
+ALTER TABLE requests ADD COLUMN sandbox TEXT;
+ALTER TABLE requests ADD COLUMN seq INTEGER;
+"""
+FORMAT: Final = 2
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Record).decode
 
@@ -47,11 +51,13 @@ class Store:
         try:
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
-            if version not in (0, FORMAT):  # before anything is changed in it
+            if version not in (0, 1, FORMAT):  # before anything is changed in it
                 self._db.close()
                 raise DsecError("unsupported", f"{path} has format {version}, this dsecd reads {FORMAT}")
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
+            if version == 1:  # of 0.1: answers were beside their keys, and still may be
+                self._db.executescript(f"BEGIN; {_FROM_1} PRAGMA user_version={FORMAT}; COMMIT;")
             self._db.executescript(_SCHEMA)
             self._db.execute(f"PRAGMA user_version={FORMAT}")
         except sqlite3.Error as exc:

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta, Raw, Struct
 
+from dsecd.errors import CODES, KINDS, DsecError, Kind
+
 PROTOCOL: Final = 1
 MAX_FRAME: Final = 16 << 20
 MAX_INLINE: Final = 8 << 20  # bytes of data in one message: base64 and JSON must fit the frame
@@ -35,20 +37,23 @@ class Params(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=Tru
 
 
 class Result(Struct, kw_only=True, omit_defaults=True):
-    """Base of every result."""
+    """Base of every result. replayed: it is the answer to an earlier request with this request_id."""
+
+    replayed: bool = False
 
 
 class Empty(Result):
     """A result that says only: done."""
 
 
-class Incoming(Struct, forbid_unknown_fields=True):
-    """A request (with id) or a notification (without), params still undecoded."""
+class Incoming(Struct, forbid_unknown_fields=True, rename={"as_": "as"}):
+    """A request (with id) or a notification (without), params still undecoded. as_: whom it is for (a fleet's)."""
 
     jsonrpc: Literal["2.0"]
     method: str
     params: Raw = Raw(b"{}")
     id: int | str | None = None
+    as_: Annotated[str, Meta(max_length=128)] | None = None
 
 
 class ErrorData(Struct, omit_defaults=True):
@@ -57,6 +62,17 @@ class ErrorData(Struct, omit_defaults=True):
     retryable: bool
     sandbox_id: str | None = None
     detail: dict[str, Any] = {}
+
+    @classmethod
+    def of(cls, exc: DsecError) -> ErrorData:
+        return cls(exc.kind, exc.infra, exc.retryable, exc.sandbox_id, exc.detail)
+
+    def error(self, message: str) -> DsecError:
+        """The error that it says, with its sentence. A kind that we do not know is `internal`."""
+        kind: Kind = self.kind if self.kind in KINDS else "internal"
+        return DsecError(
+            kind, message, infra=self.infra, retryable=self.retryable, sandbox_id=self.sandbox_id, detail=self.detail
+        )
 
 
 class ErrorBody(Struct):
@@ -71,6 +87,11 @@ class Failure(Struct):
     jsonrpc: str
     id: int | str | None
     error: ErrorBody
+
+    @classmethod
+    def of(cls, ident: int | str | None, exc: DsecError, code: int | None = None) -> Failure:
+        """code: the standard's, where it has a more exact one than its kind's."""
+        return cls("2.0", ident, ErrorBody(CODES[exc.kind] if code is None else code, exc.message, ErrorData.of(exc)))
 
 
 class Success(Struct):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from dsecd.wire.base import Id, Params, Path, Result
 from dsecd.wire.sandbox import Env
@@ -29,9 +29,16 @@ class Command(Params):
 
 
 class Run(Command):
-    """`exec.run`: run to the end. stdin is given whole (None: /dev/null)."""
+    """`exec.run`: run to the end. stdin is given whole (None: /dev/null).
+
+    fresh: in a copy of the container that is made for this command and ends with it (`sandbox.fork`): no process of the
+    sandbox is there, and nothing that the command does stays. Its files are the sandbox's own. keep: of what the
+    sandbox wrote, only what is below these paths is there; all else is as the images have it.
+    """
 
     stdin: bytes | None = None
+    fresh: bool = False
+    keep: Annotated[list[Path], Meta(max_length=64)] = []
 
 
 class Start(Command):
@@ -51,7 +58,8 @@ class Start(Command):
 class Ran(Result):
     """How a command ended. exit_code: 128+signal when a signal ended it.
 
-    Kept output is head plus tail; `*_dropped` bytes are missing between `*_head` bytes and the rest.
+    Kept output is head plus tail; `*_dropped` bytes are missing between `*_head` bytes and the rest; `*_dropped_sha256`
+    is their digest (hex; empty: nothing is missing, or nobody has summed it, as in a full VM without our agent).
     oom, pids_limit, disk_full: the sandbox hit that limit while the command ran. sent_ahead: the kept output was over
     8 MiB and came as `exec.output` notifications before this reply; offsets count in what was kept.
     """
@@ -63,6 +71,8 @@ class Ran(Result):
     stderr: bytes = b""
     stdout_dropped: int = 0
     stderr_dropped: int = 0
+    stdout_dropped_sha256: str = ""
+    stderr_dropped_sha256: str = ""
     stdout_head: int = 0
     stderr_head: int = 0
     timed_out: bool = False
@@ -73,7 +83,6 @@ class Ran(Result):
     queued_ms: float = 0.0
     ran_ms: float = 0.0
     cpu_ms: float = 0.0
-    replayed: bool = False
     sent_ahead: bool = False
 
 
@@ -123,7 +132,7 @@ class Wait(ExecRef):
     """`exec.wait`: the reply is `Ran` with the kept output."""
 
 
-class ExecInfo(Result):
+class ExecInfo(Struct, kw_only=True, omit_defaults=True):
     exec_id: str
     running: bool
     pid: int
@@ -168,10 +177,13 @@ class SessionRef(Params):
 
 
 class PortConnect(Params):
-    """`port.connect`: a byte tunnel to 127.0.0.1:port inside; streams both ways under this request's id."""
+    """`port.connect`: a byte tunnel to 127.0.0.1:port inside; streams both ways under this request's id.
+
+    `vnc`: to the screen of a full VM, as RFC 6143 has it.
+    """
 
     id: Id
-    port: Annotated[int, Meta(ge=1, le=65_535)]
+    port: Annotated[int, Meta(ge=1, le=65_535)] | Literal["vnc"]
     window: Annotated[int, Meta(ge=4096, le=8 << 20)] = 1 << 20
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Final, TypeVar
 
 import msgspec
 
-from dsecd.errors import KINDS, DsecError
+from dsecd.errors import DsecError
 from dsecd.flow import Flow
 from dsecd.wire import base
 from dsecd.wire.framing import FrameTooLong, Lines
@@ -35,20 +34,57 @@ _decode_sub = msgspec.json.Decoder(_Sub).decode
 
 Notified = Callable[[str, msgspec.Raw], None]
 READ: Final = 1 << 20
+CLOSE_S: Final = 3.0
 
 
 class Pending:
-    """One request under way. `inflow` is set before sending when the server will stream to us."""
+    """One request under way, and what can be done about it on its own connection: another has other requests under
+    the same number. `inflow` is set before sending when the server will stream to us."""
 
-    __slots__ = ("future", "ident", "inflow", "method", "notified", "outflow")
+    __slots__ = ("future", "ident", "inflow", "method", "notified", "outflow", "peer")
 
-    def __init__(self, ident: int, method: str, future: asyncio.Future[Any]) -> None:
+    def __init__(self, peer: Peer, ident: int, method: str, future: asyncio.Future[Any]) -> None:
+        self.peer = peer
         self.ident = ident
         self.method = method
         self.future = future
         self.inflow: Inflow | None = None
         self.outflow: Outflow | None = None
         self.notified: Notified | None = None
+
+    async def finish(self) -> Any:
+        """Wait for the reply. Cancelled: the server is told."""
+        try:
+            return await self.future
+        except asyncio.CancelledError:
+            self.peer.drop(self)
+            raise
+
+    def cancel(self) -> None:
+        """The server is told to give it up, unless it is over; `finish` then says how it ended."""
+        if not self.future.done():
+            self.peer.notify("$/cancelRequest", base.Cancel(self.ident))
+
+    def end_upload(self) -> None:
+        self.peer.notify("stream.eof", base.StreamEof(self.ident))
+
+    def grant(self, limit: int, stream: int) -> None:
+        """The server may send up to that byte of one of a command's streams."""
+        self.peer.notify("stream.credit", base.StreamCredit(self.ident, limit, stream))
+
+    async def pour(self, stream: AsyncIterator[bytes]) -> None:
+        """Send a stream under the server's credit. When the call ends early, its own error is what counts."""
+        assert self.outflow is not None
+        try:
+            async for chunk in stream:
+                await self.outflow.write(chunk)
+        except DsecError:
+            if not self.future.done():
+                raise
+        except BaseException:
+            self.cancel()
+            raise
+        self.end_upload()
 
 
 class Peer(Flow):
@@ -79,7 +115,7 @@ class Peer(Flow):
         super().connection_lost(exc)
         pending, self._pending = self._pending, {}
         for item in pending.values():
-            error = _broken(item.method)
+            error = broken(item.method, f"the connection to the daemon broke during {item.method}")
             if not item.future.done():
                 item.future.set_exception(error)
                 item.future.exception()
@@ -105,10 +141,12 @@ class Peer(Flow):
     def alive(self) -> bool:
         return self.transport is not None
 
-    def start(self, method: str, params: base.Params, *, window: int = 0, notified: Notified | None = None) -> Pending:
-        """Send a request. window: the server may stream so many bytes ahead to us."""
+    def start(
+        self, method: str, params: base.Params, *, window: int = 0, notified: Notified | None = None, as_: str = ""
+    ) -> Pending:
+        """Send a request. window: the server may stream so many bytes ahead to us. as_: for whom, if not for us."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        pending = Pending(next(self._ids), method, future)
+        pending = Pending(self, next(self._ids), method, future)
         if self.transport is None:
             raise DsecError("network", "the connection to the daemon is closed")
         if window:
@@ -118,36 +156,33 @@ class Peer(Flow):
             pending.outflow = Outflow(0, lambda offset, data: self._data(pending, offset, data), self.drained)
         pending.notified = notified
         self._pending[pending.ident] = pending
-        self._send({"jsonrpc": "2.0", "id": pending.ident, "method": method, "params": params})
+        message = {"jsonrpc": "2.0", "id": pending.ident, "method": method, "params": params}
+        self._send(message | {"as": as_} if as_ else message)
         return pending
 
-    async def finish(self, pending: Pending) -> Any:
-        """Wait for the reply. Cancelled: the server is told."""
-        try:
-            return await pending.future
-        except asyncio.CancelledError:
-            if self._pending.pop(pending.ident, None) is not None:
-                self.notify("$/cancelRequest", base.Cancel(pending.ident))
-            raise
-
     async def call(self, method: str, params: base.Params) -> Any:
-        return await self.finish(self.start(method, params))
+        return await self.start(method, params).finish()
+
+    def drop(self, pending: Pending) -> None:
+        """Nobody waits for its reply any more: the server is told."""
+        if self._pending.pop(pending.ident, None) is not None:
+            self.notify("$/cancelRequest", base.Cancel(pending.ident))
 
     def notify(self, method: str, params: Any) -> None:
         if self.transport is not None:
             self._send(base.Notification("2.0", method, params))
-
-    def end_upload(self, pending: Pending) -> None:
-        self.notify("stream.eof", base.StreamEof(pending.ident))
 
     def close(self) -> None:
         if self.transport is not None:
             self.transport.close()
 
     async def aclose(self) -> None:
+        """Gone, in a bounded time: what the other end does not read is not waited for."""
         self.close()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self.closed
+        done, _ = await asyncio.wait((self.closed,), timeout=CLOSE_S)
+        if not done and self.transport is not None:
+            self.transport.abort()
+            await asyncio.wait((self.closed,), timeout=CLOSE_S)
 
     # -- inside -------------------------------------------------------------------------------------------------------
     def _send(self, message: Any) -> None:
@@ -171,7 +206,7 @@ class Peer(Flow):
         if pending is None:
             return
         try:
-            outcome: Any = _error(message.error) if message.error is not None else None
+            outcome: Any = message.error.data.error(message.error.message) if message.error is not None else None
             if outcome is None:
                 outcome = _RESULTS[pending.method](message.result)
         except msgspec.DecodeError as exc:
@@ -211,22 +246,8 @@ class Peer(Flow):
             pending.notified(method, params)
 
 
-def _broken(method: str) -> DsecError:
-    """A call whose connection broke: it may have run, unless it changes nothing."""
-    text = f"the connection to the daemon broke during {method}"
+def broken(method: str, text: str) -> DsecError:
+    """A call that was under way on a connection that broke: it may have run, unless it changes nothing."""
     if METHODS[method].once or METHODS[method].upload:
         return DsecError("outcome_unknown", text + "; with a request_id it can be asked for again")
     return DsecError("network", text)
-
-
-def _error(body: base.ErrorBody) -> DsecError:
-    data = body.data
-    kind = data.kind if data.kind in KINDS else "internal"
-    return DsecError(
-        kind,
-        body.message,
-        infra=data.infra,
-        retryable=data.retryable,
-        sandbox_id=data.sandbox_id,
-        detail=data.detail,
-    )

@@ -7,7 +7,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from dsecd.wire.base import Id, Labels, Name, Params, Path, Result, Seconds, Text
+from dsecd.errors import DsecError
+from dsecd.wire.access import ROOT
+from dsecd.wire.base import Id, Labels, Name, Params, Path, RequestKey, Result, Seconds, Text
 
 Backend = Literal["container", "microvm", "fullvm", "auto"]
 State = Literal["creating", "running", "pausing", "paused", "resuming", "stopping", "stopped", "failed"]
@@ -15,48 +17,100 @@ ImageRef = Annotated[str, Meta(min_length=1, max_length=200)]
 Env = Annotated[dict[Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[^=\x00]+$")], str],
                 Meta(max_length=512)]  # fmt: skip
 OnExpiry = Literal["stop", "pause"]
+PausedClock = Literal["stopped", "running"]
+Root = Literal["pmem", "blk"]
+Profile = Literal["server", "desktop", "android"]
+DeviceAsk = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,31}(:[1-9][0-9]{0,2})?\Z")]
+Devices = Annotated[list[DeviceAsk], Meta(max_length=16)]
+Rule = Annotated[str, Meta(min_length=1, max_length=300, pattern=r"^[A-Za-z0-9_*\[][A-Za-z0-9_.:*/\[\]-]*\Z")]
+Rules = Annotated[dict[Rule, bool], Meta(max_length=64)]
+Held = dict[str, tuple[str, ...]]  # device pool -> CDI names of what is leased of it
+
+
+class Needs(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, frozen=True):
+    """What a task declares about itself, for `backend: "auto"`.
+
+    stateless: one call that leaves nothing behind. kernel: a kernel of its own. system: a whole system as root: an init
+    with services, Docker inside, mounts, kernel modules. gui: a screen. os: what it runs on; `other` is anything that
+    brings its own kernel. trust: `hostile` code must never share the host's kernel. life_s: how long it will live.
+    """
+
+    stateless: bool = False
+    kernel: bool = False
+    system: bool = False
+    gui: bool = False
+    os: Literal["linux", "other"] = "linux"
+    trust: Literal["normal", "hostile"] = "normal"
+    life_s: Seconds | None = None
+
+
+class Choice(Struct):
+    """What `auto` became, and why, in a sentence."""
+
+    backend: str
+    reason: str
 
 
 class Spec(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What the caller wants. Memory and disk in MiB (2^20), CPU in cores, times in seconds.
 
-    image: the base's reference; workspace and toolkits are stacked above it. ttl_idle_s: stops after so long without a
-    running command or call. lease_s: stops when its owner's lease was not renewed for so long.
+    backend: `auto` takes the lightest that fits `needs`; another one is taken as it is, and refused when it does not
+    fit them. image: the base's reference; workspace and toolkits are stacked above it. ttl_idle_s: stops after so long
+    without a running command or call. lease_s: stops when its owner's lease was not renewed for so long. job: all
+    sandboxes of one job can be listed, paused, resumed and stopped together. paused_clock: whether total TTL and lease
+    go on while it is paused; by default they stand still. root: how a
+    microVM gets its layers: pmem (DAX: all guests share the host's page cache) or blk (each caches for itself).
+    profile: of a full VM, in place of its image's: `server` has no screen, `desktop` and `android` have one. devices:
+    pools of the daemon's configuration, `gpu` or `gpu:2`, for containers; waited for at most `device_wait_s`.
+    network_rules: what it may reach, by service, host or network; nothing else (docs/network.md).
     """
 
     image: ImageRef
     backend: Backend = "container"
+    needs: Needs | None = None
     workspace: ImageRef | None = None
     toolkits: Annotated[list[ImageRef], Meta(max_length=32)] = []
     cpu: Annotated[float, Meta(gt=0, le=1024)] = 1.0
     memory_mb: Annotated[int, Meta(ge=16, le=1 << 24)] = 1024
     disk_mb: Annotated[int, Meta(ge=8, le=1 << 26)] = 4096
     pids: Annotated[int, Meta(ge=8, le=1 << 20)] = 512
-    network_rules: Annotated[dict[Name, bool], Meta(max_length=64)] = {}
+    network_rules: Rules = {}
     env: Env = {}
     workdir: Path | None = None
     user: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    root: Root = "pmem"
+    profile: Profile | None = None
     hostname: Annotated[str, Meta(max_length=63, pattern=r"^[A-Za-z0-9][A-Za-z0-9-]*$")] | None = None
     name: Name | None = None
+    job: Name | None = None
     labels: Labels = {}
     owner: Text = ""
     ttl_idle_s: Seconds | None = None
     ttl_total_s: Seconds | None = None
     on_expiry: OnExpiry = "stop"
+    paused_clock: PausedClock = "stopped"
     lease_s: Seconds | None = None
+    devices: Devices = []
+    device_wait_s: Annotated[float, Meta(ge=0, le=86400)] = 60.0
 
 
 class Owner(Struct):
-    """Who asked: taken from SO_PEERCRED, but for the free-text label."""
+    """Who asked: taken from SO_PEERCRED or the token, but for the free-text label. uid: of a principal its number."""
 
     uid: int
     pid: int
     label: str = ""
     host: str = ""
+    principal: str = ""
+    project: str = ROOT
 
 
 class Sandbox(Result):
-    """What a sandbox is now. Times are UNIX seconds; deadlines are None where there is none."""
+    """What a sandbox is now. Times are UNIX seconds; deadlines are None where there is none.
+
+    Deadlines that stand still while it is paused are as if it went on now.
+    devices: what it has leased. choice: of `backend: "auto"` only.
+    """
 
     id: str
     state: State
@@ -64,10 +118,12 @@ class Sandbox(Result):
     image: str
     layers: list[str] = []
     name: str | None = None
+    job: str | None = None
     labels: dict[str, str] = {}
     owner: Owner | None = None
     created_at: float = 0.0
     running_at: float | None = None
+    paused_at: float | None = None
     ended_at: float | None = None
     idle_deadline: float | None = None
     total_deadline: float | None = None
@@ -78,6 +134,8 @@ class Sandbox(Result):
     memory_mb: int = 0
     disk_mb: int = 0
     pids: int = 0
+    devices: Held = {}
+    choice: Choice | None = None
 
 
 class Create(Params):
@@ -93,6 +151,17 @@ class CreateMany(Params):
     count: Annotated[int, Meta(ge=1, le=10_000)] | None = None
     specs: Annotated[list[Spec], Meta(max_length=10_000)] = []
 
+    def expanded(self) -> list[Spec]:
+        """One for each; `invalid` when that is not said in one way."""
+        if (self.spec is None) == (not self.specs):
+            raise DsecError("invalid", "create_many takes either spec with count, or specs")
+        if self.spec is None:
+            return self.specs
+        spec, count = self.spec, self.count or 1
+        if spec.name is None:
+            return [spec] * count
+        return [msgspec.structs.replace(spec, name=f"{spec.name}-{n}") for n in range(count)]
+
 
 class Failed(Struct, omit_defaults=True):
     """Why one of many could not be made."""
@@ -101,6 +170,10 @@ class Failed(Struct, omit_defaults=True):
     message: str
     infra: bool = False
     retryable: bool = False
+
+    @classmethod
+    def of(cls, exc: DsecError) -> Failed:
+        return cls(exc.kind, exc.message, exc.infra, exc.retryable)
 
 
 class CreateOne(Struct, omit_defaults=True):
@@ -114,22 +187,73 @@ class Created(Result):
     results: list[CreateOne]
 
 
+class Choose(Params):
+    """`sandbox.choose`: what `auto` would take, and why; starts nothing. image: without one, any kind of image."""
+
+    needs: Needs = Needs()
+    image: ImageRef | None = None
+    devices: Devices = []
+
+
+class Considered(Struct):
+    """One backend. why: what is against it; "" nothing is."""
+
+    backend: str
+    why: str
+
+
+class Change(Struct):
+    """What would lead to another backend ("": to none)."""
+
+    what: str
+    backend: str
+
+
+class Chosen(Result):
+    """backend "": none fits, and `reason` says what is missing. considered: from the lightest to the heaviest."""
+
+    backend: str
+    reason: str
+    considered: list[Considered] = []
+    changes: list[Change] = []
+
+
 class ById(Params):
     """Any call that names one sandbox, by id or by name."""
 
     id: Id
 
 
+class Fork(Params):
+    """`sandbox.fork`: `count` copies of a container or a microVM, copy-on-write; answers as create_many.
+
+    Of a container: of its files alone, as they are at one instant. No process is carried over, nor what is in /dev/shm
+    or in memory; a paused one stays paused. Of a microVM: of its memory and disk. Commands that run in it run on in
+    each copy, but nobody waits for them there. Copies differ in id, user ids, host name, clock and entropy.
+    """
+
+    id: Id
+    count: Annotated[int, Meta(ge=1, le=1000)] = 1
+
+
 class List(Params):
-    """`sandbox.list`: labels must all match; states empty = all that are not stopped or failed."""
+    """`sandbox.list`: labels must all match; states empty = all that are not stopped or failed. job None: any.
+
+    request: made by the `sandbox.create` with this request_id.
+    """
 
     labels: Labels = {}
+    job: Name | None = None
     states: list[State] = []
     mine: bool = False
+    request: RequestKey | None = None
 
 
 class Sandboxes(Result):
+    """missing: hosts of a fleet that did not answer."""
+
     sandboxes: list[Sandbox]
+    missing: list[str] = []
 
 
 class Wait(Params):
@@ -179,12 +303,18 @@ class Renewed(Result):
 
 
 class Stats(Result):
-    """One sandbox's use. Bytes and microseconds."""
+    """One sandbox's use. Bytes and microseconds.
+
+    reclaimed_bytes: what its last pause gave back to the host. swapped_bytes: what of it is in swap now. network_*:
+    since it has one; refused are packets.
+    """
 
     id: str
     memory_bytes: int = 0
     memory_peak_bytes: int = 0
     memory_limit_bytes: int = 0
+    reclaimed_bytes: int = 0
+    swapped_bytes: int = 0
     cpu_usec: int = 0
     throttled_usec: int = 0
     pids: int = 0
@@ -192,6 +322,12 @@ class Stats(Result):
     disk_bytes: int = 0
     disk_limit_bytes: int = 0
     oom_kills: int = 0
+    devices: Held = {}
+    network_out_bytes: int = 0
+    network_out_packets: int = 0
+    network_in_bytes: int = 0
+    network_in_packets: int = 0
+    network_refused: int = 0
 
 
 class Events(Params):

@@ -9,21 +9,29 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import os
 import socket
 import struct
+import sys
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
 from dsecd import logs
-from dsecd.errors import CODES, DsecError
+from dsecd.errors import DsecError
 from dsecd.flow import Flow
+from dsecd.spans import Trace
 from dsecd.wire import base, execs
+from dsecd.wire.access import AUDITED, ROOT, Role
 from dsecd.wire.framing import FrameTooLong, Lines
 from dsecd.wire.methods import METHODS, Method
-from dsecd.wire.stream import CHUNK, Inflow, Outflow
+from dsecd.wire.sandbox import Owner
+from dsecd.wire.stream import CHUNK, Inflow, Outflow, Upload
+from dsecd.wire.trajectory import Who
+from dsecd.wire.watch import Watch
 
 log = logging.getLogger("dsecd.wire")
 
@@ -33,7 +41,7 @@ MAX_UNSENT: Final = 128 << 20  # replies a client does not read; then it is cut 
 Handler = Callable[["Call", Any], Any]
 Interceptor = Callable[["Call", Any, Callable[[], Awaitable[Any]]], Awaitable[Any]]
 
-_PARAMS = {name: msgspec.json.Decoder(m.params).decode for name, m in METHODS.items()}
+PARAMS = {name: msgspec.json.Decoder(m.params).decode for name, m in METHODS.items()}
 _decode_data = msgspec.json.Decoder(base.StreamData).decode
 _decode_eof = msgspec.json.Decoder(base.StreamEof).decode
 _decode_credit = msgspec.json.Decoder(base.StreamCredit).decode
@@ -41,35 +49,69 @@ _decode_cancel = msgspec.json.Decoder(base.Cancel).decode
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """Who is at the other end (SO_PEERCRED)."""
+    """Who is at the other end (SO_PEERCRED), and the principal that is.
+
+    uid: whom things belong to: of a principal its number, else real_uid, as the kernel says. token: what it came with.
+    bounded: it is not the root project's admin, so each request is held against `Method.access`.
+    """
 
     pid: int
     uid: int
     gid: int
+    principal: str = ""
+    project: str = ROOT
+    role: Role = "admin"
+    token: str = ""
+    real_uid: int = -1
+    bounded: bool = False
+
+    def owner(self, label: str = "") -> Owner:
+        return Owner(self.uid, self.pid, label, principal=self.principal, project=self.project)
+
+    @property
+    def who(self) -> Who:
+        return Who(self.uid, self.pid, self.principal, self.project)
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What the clients of one server may make it hold.
+
+    connections at once; calls in flight on one; bytes of a message, of replies that one does not read, and of all
+    requests in flight together.
+    """
+
+    calls: int
+    unsent: int
+    connections: int = sys.maxsize
+    frame: int = base.MAX_FRAME
+    held: int = sys.maxsize
 
 
 class Call:
     """One request in flight. `received` is the monotonic time it was read."""
 
     __slots__ = (
-        "_inflow", "_outflow", "cancelled", "connection", "id", "method", "name", "on_limit", "received", "task",
+        "_inflow", "_outflow", "cancelled", "connection", "id", "method", "name", "on_limit", "outcome", "peer",
+        "received", "size", "task", "trace",
     )  # fmt: skip
 
-    def __init__(self, connection: Connection, ident: int | str, name: str, method: Method) -> None:
+    def __init__(
+        self, connection: Connection, peer: Peer, ident: int | str, name: str, method: Method, size: int
+    ) -> None:
         self.connection = connection
+        self.peer = peer
         self.id = ident
         self.name = name
         self.method = method
+        self.size = size
         self.received = time.monotonic()
+        self.outcome = "gone"  # or ok, or the kind of the error that it was answered with
+        self.trace: Trace | None = None
         self.task: asyncio.Task[None] | None = None
         self.cancelled = False  # by $/cancelRequest, not by a connection that broke
         self.on_limit: Callable[[int, int], None] | None = None  # credit that is passed through: stream, limit
         self._inflow: Inflow | None = None
         self._outflow: Outflow | None = None
-
-    @property
-    def peer(self) -> Peer:
-        return self.connection.peer
 
     def notify(self, method: str, params: object) -> None:
         """Send a notification; it carries no credit, so only for small ones."""
@@ -84,8 +126,19 @@ class Call:
         """The bytes the client sends for this call; at most `window` of them are held here."""
         if self._inflow is None:
             self._inflow = Inflow(lambda limit: self.notify("stream.credit", base.StreamCredit(self.id, limit)))
+            if self.connection.transport is None:
+                self._inflow.cut()
         self._inflow.widen(window)
         return self._inflow
+
+    def cut(self) -> None:
+        """The connection is gone; with a request_id the work is not."""
+        if self._inflow is not None:
+            self._inflow.cut()
+
+    def upload(self, params: base.Params) -> Upload | None:
+        """Its stream as content; None where there is none."""
+        return Upload(self.inflow) if self.method.upload and getattr(params, "stream", True) else None
 
     def outflow(self, window: int) -> Outflow:
         """The byte stream to the client, never ahead of its credit."""
@@ -123,7 +176,7 @@ class Connection(Flow):
     def __init__(self, server: Server) -> None:
         super().__init__()
         self._server = server
-        self._lines = Lines()
+        self._lines = Lines(server.limits.frame)
         self._out: list[bytes] = []
         self._batching = False
         self._calls: dict[int | str, Call] = {}
@@ -134,8 +187,13 @@ class Connection(Flow):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         sock = transport.get_extra_info("socket")
-        pid, uid, gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        self.peer = Peer(pid, uid, gid)
+        pid, uid, gid = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        peer = self._server.greet(Peer(pid, uid, gid, real_uid=uid))
+        if peer is None or len(self._server.connections) >= self._server.limits.connections:
+            assert self.transport is not None
+            self.transport.abort()
+            return
+        self.peer = peer
         self._server.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -144,6 +202,7 @@ class Connection(Flow):
         for call in list(self._calls.values()):
             if call.task is not None:
                 call.task.cancel()
+            call.cut()
         if not self.closed.done():
             self.closed.set_result(None)
 
@@ -163,7 +222,7 @@ class Connection(Flow):
             for line in self._lines.feed(data):
                 self._line(line)
         except FrameTooLong:
-            self._fail(None, DsecError("invalid", f"a message is longer than {base.MAX_FRAME} bytes"))
+            self._fail(None, DsecError("invalid", f"a message is longer than {self._server.limits.frame} bytes"))
             self.flush()
             self.close()
         finally:
@@ -182,7 +241,7 @@ class Connection(Flow):
         if self._out and self.transport is not None:
             self._out.append(b"")
             self.transport.write(b"\n".join(self._out))
-            if self.transport.get_write_buffer_size() > MAX_UNSENT:
+            if self.transport.get_write_buffer_size() > self._server.limits.unsent:
                 log.warning("client pid %d does not read its replies, cutting it off", self.peer.pid)
                 self.transport.abort()
         self._out.clear()
@@ -213,7 +272,7 @@ class Connection(Flow):
         if message.id is None:
             self._notification(message)
         else:
-            self._request(message.id, message)
+            self._request(message.id, message, len(line))
 
     def _notification(self, message: base.Incoming) -> None:
         try:
@@ -244,7 +303,7 @@ class Connection(Flow):
         if call is not None:
             call.on_data(data)
 
-    def _request(self, ident: int | str, message: base.Incoming) -> None:
+    def _request(self, ident: int | str, message: base.Incoming, size: int) -> None:
         self._server.requests += 1
         method = METHODS.get(message.method)
         handler = self._server.handlers.get(message.method)
@@ -254,29 +313,47 @@ class Connection(Flow):
         if ident in self._calls:
             self._fail(ident, DsecError("invalid", f"request id {ident!r} is still in flight"))
             return
-        if len(self._calls) >= MAX_CALLS:
-            self._fail(ident, DsecError("capacity", f"more than {MAX_CALLS} requests in flight on one connection"))
+        limits = self._server.limits
+        if len(self._calls) >= limits.calls:
+            self._fail(ident, DsecError("capacity", f"more than {limits.calls} requests in flight on one connection"))
+            return
+        if self._server.held + size > limits.held:
+            self._fail(ident, DsecError("quota", f"more than {limits.held} bytes of requests in flight"))
             return
         try:
-            params = _PARAMS[message.method](message.params)
+            params = PARAMS[message.method](message.params)
         except (msgspec.DecodeError, RecursionError) as exc:
             self._fail(ident, DsecError("invalid", f"{message.method}: {_reason(exc)}"))
             return
-        call = Call(self, ident, message.method, method)
+        call = Call(self, self.peer, ident, message.method, method, size)
+        try:
+            if message.as_ is not None:
+                call.peer = self._server.assume(self.peer, message.as_)
+            if call.peer.bounded:
+                self._server.gate(call, params)
+        except DsecError as exc:
+            self._fail(ident, exc)
+            return
         if message.method in self._server.plain:
             try:
-                self.send(base.Success("2.0", ident, handler(call, params)))
+                self._succeed(call, handler(call, params))
             except Exception as exc:  # noqa: BLE001 - the one place that ends a plain request
                 self._fail_any(call, exc)
+            if self._server.watch is not None:
+                self._server.watch.count(call)
             return
         self._calls[ident] = call
+        self._server.held += size
         call.task = asyncio.get_running_loop().create_task(self._run(call, handler, params))
         call.task.add_done_callback(lambda _t: self._never_began(call))
 
     async def _run(self, call: Call, handler: Handler, params: base.Params) -> None:
         logs.request_id.set(params.request_id or str(call.id))
+        if self._server.watch is not None:
+            self._server.watch.begin(call, params)
         try:
-            if params.request_id is not None and call.method.once and self._server.interceptor is not None:
+            kept = call.method.recorded or call.name in AUDITED or (params.request_id is not None and call.method.once)
+            if kept and self._server.interceptor is not None:
                 work = self._server.interceptor(call, params, lambda: handler(call, params))
             else:
                 work = handler(call, params)
@@ -287,21 +364,31 @@ class Connection(Flow):
                 result = await work
             if isinstance(result, execs.Ran):
                 result = await _sent_ahead(call, result)
-            self.send(base.Success("2.0", call.id, result))
+            self._succeed(call, result)
         except asyncio.CancelledError:
-            self._fail(call.id, _cancelled(call))
+            self._fail_any(call, _cancelled(call))
         except TimeoutError:
-            self._fail(call.id, DsecError("timeout", f"{call.name} did not end within {params.timeout_s} s"))
+            self._fail_any(call, DsecError("timeout", f"{call.name} did not end within {params.timeout_s} s"))
         except Exception as exc:  # noqa: BLE001 - the one place that ends a request
             self._fail_any(call, exc)
         finally:
-            self._calls.pop(call.id, None)
+            self._over(call)
+            if self._server.watch is not None:
+                self._server.watch.end(call)
 
     def _never_began(self, call: Call) -> None:
         """A task that is cancelled before its first step runs none of `_run`: a cancel right behind its request."""
         if self._calls.get(call.id) is call:
-            del self._calls[call.id]
+            self._over(call)
             self._fail(call.id, _cancelled(call))
+
+    def _over(self, call: Call) -> None:
+        if self._calls.pop(call.id, None) is not None:
+            self._server.held -= call.size
+
+    def _succeed(self, call: Call, result: Any) -> None:
+        call.outcome = "ok" if self.transport is not None else "gone"
+        self.send(base.Success("2.0", call.id, result))
 
     def _fail_any(self, call: Call, exc: Exception) -> None:
         if isinstance(exc, ConnectionError) and self.transport is None:
@@ -309,31 +396,75 @@ class Connection(Flow):
         if not isinstance(exc, DsecError):
             log.error("%s failed: a bug, please report it", call.name, exc_info=exc)
             exc = DsecError("internal", f"{call.name} failed: {type(exc).__name__} (the daemon's log has more)")
+        if self.transport is not None:
+            call.outcome = exc.kind
         self._fail(call.id, exc)
 
     def _fail(self, ident: int | str | None, exc: DsecError, code: int | None = None) -> None:
-        data = base.ErrorData(exc.kind, exc.infra, exc.retryable, exc.sandbox_id, exc.detail)
-        body = base.ErrorBody(CODES[exc.kind] if code is None else code, exc.message, data)
-        self.send(base.Failure("2.0", ident, body))
+        self.send(base.Failure.of(ident, exc, code))
+
+
+def bound(path: Path, mask: int) -> socket.socket:
+    """A stream socket at `path`, for those whom the umask `mask` leaves; the caller's to close. `invalid`: why not."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    old = os.umask(mask)
+    try:
+        sock.bind(str(path))
+    except OSError as exc:
+        sock.close()
+        raise DsecError("invalid", f"cannot listen on {path}: {exc.strerror}") from exc
+    finally:
+        os.umask(old)
+    return sock
+
+
+def _no_other(peer: Peer, name: str) -> Peer:
+    raise DsecError("denied", "nobody asks for others here")
+
+
+def _open_gate(call: Call, params: base.Params) -> None:
+    """For servers whose table is closed enough."""
 
 
 class Server:
-    """Listens, and holds what all connections share."""
+    """Listens, and holds what all connections share.
 
-    def __init__(self, handlers: dict[str, Handler], interceptor: Interceptor | None = None) -> None:
+    greet: whom a connection acts for, by who is at its other end; None cuts it off. assume: whom a request is for that
+    says `as`. gate: refuses what a bounded peer may not do.
+    """
+
+    def __init__(
+        self, handlers: dict[str, Handler], interceptor: Interceptor | None = None, limits: Limits | None = None,
+        greet: Callable[[Peer], Peer | None] = lambda peer: peer,
+        assume: Callable[[Peer, str], Peer] = _no_other, gate: Callable[[Call, Any], None] = _open_gate,
+    ) -> None:  # fmt: skip
         unknown = handlers.keys() - METHODS.keys()
         assert not unknown, f"handlers for unknown methods: {unknown}"
         self.handlers = handlers
         self.plain = {name for name, handler in handlers.items() if not inspect.iscoroutinefunction(handler)}
         self.interceptor = interceptor
+        self.limits = limits or Limits(calls=MAX_CALLS, unsent=MAX_UNSENT)
+        self.greet, self.assume, self.gate = greet, assume, gate
+        self.watch: Watch | None = None  # of the daemon's own clients
         self.connections: set[Connection] = set()
         self.requests = 0
+        self.held = 0  # bytes of requests in flight
         self._listener: asyncio.Server | None = None
 
     async def serve(self, sock: socket.socket) -> None:
         """Start to accept on a bound AF_UNIX stream socket."""
+        # Not create_unix_server: from Python 3.13 on that removes the path in the end, which is systemd's.
         loop = asyncio.get_running_loop()
-        self._listener = await loop.create_unix_server(lambda: Connection(self), sock=sock, backlog=1024)
+        self._listener = await loop.create_server(lambda: Connection(self), sock=sock, backlog=1024)
+
+    def renew(self, now: Callable[[Peer], Peer | None]) -> None:
+        """Principals have changed: who each connection is now; those of nobody any more are cut."""
+        for connection in list(self.connections):
+            peer = now(connection.peer)
+            if peer is None:
+                connection.close()
+            else:
+                connection.peer = peer
 
     async def close(self) -> None:
         """Stop to accept, cancel what runs, close every connection."""

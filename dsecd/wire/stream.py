@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Final
@@ -30,6 +31,7 @@ class Inflow:
         self._ended = False
         self._error: DsecError | None = None
         self._wake = asyncio.Event()
+        self.digest: hashlib._Hash | None = None  # of what was taken, for whoever asked before the first byte
 
     def grant(self) -> None:
         """Tell the sender how far it may go, when that is worth a message."""
@@ -67,6 +69,26 @@ class Inflow:
         self._error = error
         self._wake.set()
 
+    def cut(self) -> None:
+        """No more comes: whoever sent it is gone. What came to its end is whole all the same."""
+        if not self._ended:
+            self.fail(DsecError("network", "the connection broke in the middle of the stream"))
+
+    @property
+    def ended(self) -> bool:
+        """Whether its sender said that this was all."""
+        return self._ended
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is the sender's turn: all that came was taken, and more may come."""
+        return self._granted > self._received and not (self._chunks or self._ended or self._error)
+
+    @property
+    def taken(self) -> int:
+        """Bytes that the receiver has had so far."""
+        return self._taken
+
     async def take(self) -> bytes:
         """The next bytes; b"" at the end."""
         while not self._chunks:
@@ -78,12 +100,42 @@ class Inflow:
             await self._wake.wait()
         chunk = self._chunks.popleft()
         self._taken += len(chunk)
+        if self.digest is not None:
+            self.digest.update(chunk)
         self.grant()
         return chunk
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         while chunk := await self.take():
             yield chunk
+
+
+class Upload:
+    """A stream as content of its request, which a `request_id` is compared by. inflow: opens it, with that window."""
+
+    def __init__(self, inflow: Callable[[int], Inflow]) -> None:
+        self._inflow = inflow
+
+    @property
+    def stream(self) -> Inflow:
+        return self._inflow(0)
+
+    def watch(self) -> None:
+        """Before its handler takes the first byte."""
+        self.stream.digest = hashlib.sha256()
+
+    def digest(self) -> bytes:
+        """SHA-256 of what its handler has taken."""
+        digest = self.stream.digest
+        assert digest is not None
+        return digest.digest()
+
+    async def read(self) -> bytes:
+        """The same of all there is, where no handler takes it."""
+        self.watch()
+        async for _ in self._inflow(4 * CHUNK):
+            pass
+        return self.digest()
 
 
 class Outflow:

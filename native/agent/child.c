@@ -44,19 +44,13 @@ static void place_descriptors(const struct spawn *s, const struct confinement *c
                 fail(STEP_OTHER, errno);
 }
 
-static int write_proc(const char *name, const char *text) {
-        cleanup_fd int fd = openat(PROC_FD, name, O_WRONLY | O_CLOEXEC);
-
-        return fd < 0 || write(fd, text, strlen(text)) < 0 ? -errno : 0;
-}
-
 static void set_apparmor(const char *profile) {
         char text[300];
 
         snprintf(text, sizeof(text), "exec %s", profile);
-        int r = write_proc("self/attr/apparmor/exec", text);
+        int r = write_at(PROC_FD, "self/attr/apparmor/exec", text);
         if (r == -ENOENT)
-                r = write_proc("self/attr/exec", text);
+                r = write_at(PROC_FD, "self/attr/exec", text);
         if (r < 0)
                 fail(STEP_OTHER, -r);
 }
@@ -93,7 +87,7 @@ static void own_stdio(uid_t uid, bool control) {
 
 /* The main filter reads the flags of clone, which it cannot do for clone3: they lie behind a pointer. The agent itself
  * needs clone3; for commands it does not exist, and every libc then falls back to clone. */
-static void filter_clone3(void) {
+int child_filter_clone3(void) {
         struct sock_filter code[] = {
                 BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
                 BPF_STMT(BPF_ALU | BPF_AND | BPF_K, 0xbfffffff), /* x32 has the same numbers with bit 30 set */
@@ -103,8 +97,7 @@ static void filter_clone3(void) {
         };
         struct sock_fprog program = { .len = ELEMENTS(code), .filter = code };
 
-        if (syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, &program) < 0)
-                fail(STEP_OTHER, errno);
+        return syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, &program) < 0 ? -errno : 0;
 }
 
 static void set_credentials(const struct user *user, const struct confinement *c) {
@@ -168,9 +161,8 @@ static void add_home(char **env, size_t count, const char *home) {
                 fail(STEP_OTHER, ENOMEM);
 }
 
-/* Only comes back if nothing could be started. As a shell does it: one that is not allowed is remembered, the search
- * goes on. */
-static int execute(char **argv, char **env) {
+/* As a shell does it: one that is not allowed is remembered, the search goes on. */
+int child_execute(char **argv, char **env) {
         const char *path = environment_get(env, "PATH");
         int code = ENOENT;
 
@@ -230,13 +222,13 @@ void child_run(const struct spawn *spawn, const struct confinement *c) {
 
         own_stdio(user.uid, spawn->control_fd >= 0);
         /* Needs CAP_SYS_ADMIN, so before the capabilities go; needs nothing of the syscalls it takes away. */
-        if (c->has_filter)
-                filter_clone3();
+        if (c->has_filter && (r = child_filter_clone3()) < 0)
+                fail(STEP_OTHER, -r);
         set_credentials(&user, c);
         /* As the user: a directory that it may not enter is an error, not a gift. */
         change_directory(has(args, CWD) ? args->bytes[CWD] : (struct span) { (const uint8_t *) "/", 1 });
         umask(022);
         sigemptyset(&none);
         (void) sigprocmask(SIG_SETMASK, &none, NULL);
-        fail(STEP_EXEC, execute(argv, env));
+        fail(STEP_EXEC, child_execute(argv, env));
 }

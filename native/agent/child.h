@@ -1,11 +1,15 @@
 /* From clone to exec: everything that turns a copy of the agent into the command. */
 #pragma once
 
+#include <linux/filter.h>
+
 #include "frame.h"
 
 /* What HELLO said about all commands, and what set-up found. */
 struct confinement {
         bool has_filter;
+        struct sock_filter *filter; /* an agent of calls keeps it for them, and lives without */
+        uint16_t filter_count;
         uint64_t caps;
         char *apparmor;       /* NULL: none */
         int proc_fd;          /* the proc of the inner PID namespace, not by a path the tenant could mount over */
@@ -31,3 +35,7 @@ struct child_report {
 };
 
 __attribute__((noreturn)) void child_run(const struct spawn *spawn, const struct confinement *confinement);
+/* execve by the environment's PATH. Comes back only if nothing could be started, with the errno. */
+int child_execute(char **argv, char **env);
+/* clone3 does not exist from here on. */
+int child_filter_clone3(void);

@@ -45,6 +45,17 @@ static void send_started(const struct command *c) {
         frame_end();
 }
 
+static void send_totals(const struct stream *s, uint64_t number) {
+        uint8_t digest[SHA256_SIZE];
+
+        frame_number(STREAM, number);
+        frame_number(TOTAL, s->total);
+        if (stream_dropped(s) > 0) {
+                sha256_digest(&s->dropped, digest);
+                frame_bytes(DIGEST, digest, sizeof(digest));
+        }
+}
+
 static void send_exit(const struct command *c) {
         bool signaled = WIFSIGNALED(c->exit_status);
         int signal = signaled ? WTERMSIG(c->exit_status) : 0;
@@ -58,10 +69,8 @@ static void send_exit(const struct command *c) {
         frame_number(RAN_US, c->ran_us);
         frame_number(CPU_US, c->cpu_us);
         for (unsigned i = 0; i < STREAMS; i++)
-                if (c->streams[i]) {
-                        frame_number(STREAM, i + 1);
-                        frame_number(TOTAL, c->streams[i]->total);
-                }
+                if (c->streams[i])
+                        send_totals(c->streams[i], i + 1);
         frame_end();
 }
 

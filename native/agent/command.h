@@ -8,7 +8,7 @@
 
 enum { STREAMS = 3 }; /* stdout, stderr, control; numbered from 1 on the wire */
 enum why { WHY_ENDED, WHY_TIMEOUT, WHY_KILLED };
-enum exec_flags { EXEC_TTY = 1, EXEC_STDIN = 2, EXEC_CONTROL = 4, EXEC_QUIET = 8 };
+enum exec_flags { EXEC_TTY = 1, EXEC_STDIN = 2, EXEC_CONTROL = 4, EXEC_QUIET = 8, EXEC_FOLLOW = 16 };
 
 struct command {
         struct command *next;

@@ -5,21 +5,24 @@
 #include <linux/seccomp.h>
 #include <sys/syscall.h>
 
+#include "call.h"
 #include "channel.h"
 #include "exec.h"
 #include "file.h"
+#include "guest.h"
 #include "tree.h"
 #include "tunnel.h"
 
 static struct confinement *confinement;
-static bool configured, finished;
+static bool configured, finished, calls;
 
-void dispatch_init(struct confinement *of_commands) {
+void dispatch_init(struct confinement *of_commands, bool only_calls) {
         confinement = of_commands;
+        calls = only_calls;
 }
 
 bool dispatch_finished(void) {
-        return finished;
+        return finished || call_over();
 }
 
 /* The filter is for commands, which inherit it. It can only be installed here: in a child it would cost each start the
@@ -34,6 +37,13 @@ static int install_filter(struct span code) {
         if (!copy)
                 return -ENOMEM;
         memcpy(copy, code.data, code.size);
+        /* Cells need what it forbids, and each call gets it by itself. */
+        if (calls) {
+                confinement->filter = copy;
+                confinement->filter_count = (uint16_t) count;
+                copy = NULL;
+                return 0;
+        }
         program = (struct sock_fprog) { .len = (unsigned short) count, .filter = copy };
         /* With CAP_SYS_ADMIN, so that no_new_privs stays off: sudo and friends work inside. */
         return syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, &program) < 0 ? -errno : 0;
@@ -70,6 +80,7 @@ static int on_hello(struct span payload) {
                 frame_error(0, EPROTONOSUPPORT, STEP_OTHER, "another version");
                 return 0;
         }
+        exec_go_on(); /* a daemon that comes back finds a sandbox that runs */
         if (!configured && (r = configure(&args)) < 0) {
                 frame_error(0, r, STEP_OTHER, "this configuration cannot be applied");
                 return 0;
@@ -96,6 +107,21 @@ static int on_ping(struct span payload) {
         return 0;
 }
 
+static int on_hold(struct span payload) {
+        static const uint8_t allowed[] = { FLAGS, 0 };
+        struct args args;
+        int r = args_decode(payload, allowed, &args);
+
+        if (r < 0)
+                return r;
+        if (number_or(&args, FLAGS, 0) != 0)
+                exec_hold();
+        else
+                exec_go_on();
+        frame_empty(T_PONG, 0);
+        return 0;
+}
+
 /* Requests that open a channel of files, trees or tunnels. */
 static const struct {
         uint8_t type;
@@ -111,6 +137,7 @@ static const struct {
         { T_RENAME, { PATH, PATH2 }, names_rename },
         { T_TREE_PUT, { PATH, FLAGS, UID, GID }, tree_put },
         { T_TREE_GET, { PATH, LIMIT }, tree_get },
+        { T_UPPER, { LIMIT }, tree_upper },
         { T_CONNECT, { PORT, LIMIT }, tunnel_connect },
 };
 
@@ -136,7 +163,16 @@ static int on_transfer(const struct header *header, struct span payload) {
         return -EPROTO;
 }
 
+/* There is nothing else in such a sandbox, and commands would be without a filter. */
+static int on_calls(const struct header *header, struct span payload) {
+        if (!configured || header->channel == 0)
+                return -EPROTO;
+        return call_request(header, payload);
+}
+
 int dispatch_frame(const struct header *header, struct span payload) {
+        if (calls && header->type > T_PING && header->type != T_SHUTDOWN)
+                return on_calls(header, payload);
         switch (header->type) {
         case T_HELLO:
                 return on_hello(payload);
@@ -144,6 +180,13 @@ int dispatch_frame(const struct header *header, struct span payload) {
                 return on_ping(payload);
         case T_SHUTDOWN:
                 finished = true;
+                return 0;
+        case T_HOLD:
+                return on_hold(payload);
+        case T_STATS ... T_KNOB_READ:
+                if (!channel_is_new(header->channel))
+                        return -EPROTO;
+                guest_request(header, payload);
                 return 0;
         case T_EXEC:
                 if (!configured || !channel_is_new(header->channel))

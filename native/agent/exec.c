@@ -21,6 +21,7 @@ static const size_t kept_max = MIB(64); /* of ended commands */
 static struct command *commands; /* newest first */
 static unsigned n_running, n_ended;
 static uint32_t next_channel = 1;
+static uint64_t held_us; /* since when timeouts stand still; 0: they do not */
 
 uint32_t exec_next_channel(void) {
         return next_channel;
@@ -114,7 +115,7 @@ int exec_deadlines(void) {
                         kill_rest(c);
                 if (c->rest_us != 0)
                         next = min_u64(next, max_u64(c->rest_us, now));
-                if (c->deadline_us == 0)
+                if (c->deadline_us == 0 || held_us != 0)
                         continue;
                 if (c->deadline_us <= now) {
                         c->timed_out = true;
@@ -124,6 +125,25 @@ int exec_deadlines(void) {
                         next = min_u64(next, c->deadline_us);
         }
         return next == UINT64_MAX ? -1 : (int) min_u64((next - now + 999) / 1000, 1u << 30);
+}
+
+void exec_hold(void) {
+        if (held_us == 0)
+                held_us = now_us();
+}
+
+void exec_go_on(void) {
+        uint64_t now = now_us();
+
+        for (struct command *c = commands; c && held_us != 0; c = c->next) {
+                uint64_t stood = now - max_u64(held_us, c->started_us);
+                if (c->ended)
+                        continue;
+                c->started_us += stood;
+                if (c->deadline_us != 0)
+                        c->deadline_us += stood;
+        }
+        held_us = 0;
 }
 
 void exec_link_lost(void) {
@@ -182,6 +202,10 @@ static int on_exec(uint32_t channel, const struct args *args, struct span payloa
                         command_free(c);
                 return 0;
         }
+        /* Not by frames of their own: before they are read, the command may have written more than is kept. */
+        for (int i = 0; i < STREAMS && (c->flags & EXEC_FOLLOW); i++)
+                if (c->streams[i])
+                        stream_follow(c->streams[i], 0, 0);
         c->next = commands;
         commands = c;
         n_running++;

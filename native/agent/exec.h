@@ -14,6 +14,10 @@ void exec_child_ended(pid_t pid, int status, const struct rusage *usage);
 void exec_link_lost(void);
 /* Kills what has run out of time; milliseconds until the next one, -1 for none. */
 int exec_deadlines(void);
+/* From now on the time of commands stands still: they are about to be frozen, and so is this process. */
+void exec_hold(void);
+/* It goes on, as if nothing had been between. Without a hold: nothing. */
+void exec_go_on(void);
 /* Lowest channel number that was never used, for READY. */
 uint32_t exec_next_channel(void);
 void exec_note_channel(uint32_t channel);

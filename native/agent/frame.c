@@ -57,6 +57,8 @@ static bool tag_is_bytes(uint8_t tag) {
         case ISSUE:
         case TEXT:
         case NAME:
+        case SEED:
+        case NET:
                 return true;
         default:
                 return false;
@@ -76,7 +78,7 @@ int args_decode(struct span payload, const uint8_t *allowed, struct args *ret) {
         while ((r = field_next(&payload, &tag, &value)) > 0) {
                 if (tag == 0 || tag > TAG_MAX || !strchr((const char *) allowed, tag))
                         return -EBADMSG;
-                if (ret->count[tag]++ > 0 && tag != ARG && tag != ENV)
+                if (ret->count[tag]++ > 0 && tag != ARG && tag != ENV && tag != NAME)
                         return -EBADMSG;
                 if (tag_is_bytes(tag))
                         ret->bytes[tag] = value;

@@ -18,6 +18,8 @@
 #include "exec.h"
 #include "leaf.h"
 #include "link.h"
+#include "serial.h"
+#include "socket.h"
 #include "start.h"
 #include "tar.h"
 #include "user.h"
@@ -77,7 +79,8 @@ static const char *any_path(void) {
 }
 
 static bool tag_is_text(uint8_t tag) {
-        static const uint8_t text[] = { SECCOMP, APPARMOR, HOSTNAME, ARG, ENV, CWD, USER, META, CPUS, PATH, PATH2, NAME, 0 };
+        static const uint8_t text[] = { SECCOMP, APPARMOR, HOSTNAME, ARG, ENV, CWD, USER, META, CPUS, PATH, PATH2, NAME,
+                                        DATA, SEED, NET, 0 };
 
         return strchr((const char *) text, tag) != NULL;
 }
@@ -93,12 +96,13 @@ static size_t any_field(uint8_t *to, uint8_t tag) {
 
 /* Mostly what the request takes, so that the handlers are reached. */
 static size_t any_fields(uint8_t type, uint8_t *to) {
-        static const uint8_t tags[32][8] = {
+        static const uint8_t tags[T_KNOB_READ + 1][8] = {
                 [T_EXEC] = { ARG, ENV, FLAGS, CAP, TIMEOUT_MS, USER },
                 [T_FOLLOW] = { STREAM, OFFSET, LIMIT },
                 [T_UNFOLLOW] = { STREAM },
                 [T_KILL] = { SIGNAL, FLAGS },
                 [T_RESIZE] = { ROWS, COLS },
+                [T_HOLD] = { FLAGS },
                 [T_READ] = { PATH, OFFSET, SIZE, LIMIT },
                 [T_WRITE] = { PATH, MODE, FLAGS, UID, GID },
                 [T_STATPATH] = { PATH, FLAGS },
@@ -109,6 +113,9 @@ static size_t any_fields(uint8_t type, uint8_t *to) {
                 [T_TREE_PUT] = { PATH, FLAGS },
                 [T_TREE_GET] = { PATH, LIMIT },
                 [T_CONNECT] = { PORT, LIMIT },
+                [T_WAKE] = { REALTIME_NS, SEED, HOSTNAME, NET },
+                [T_KNOBS] = { PATH, DATA },
+                [T_KNOB_READ] = { PATH },
         };
         size_t size = 0;
 
@@ -116,18 +123,18 @@ static size_t any_fields(uint8_t type, uint8_t *to) {
                 size = any_field(to, STREAM);
                 return size + any_field(to + size, LIMIT);
         }
-        for (const uint8_t *tag = type < 32 ? tags[type] : tags[0]; *tag; tag++)
+        for (const uint8_t *tag = type <= T_KNOB_READ ? tags[type] : tags[0]; *tag; tag++)
                 if (!one_in(10))
                         size += any_field(to + size, *tag);
         if (one_in(40))
-                size += any_field(to + size, (uint8_t) below(70));
+                size += any_field(to + size, (uint8_t) below(90));
         return size;
 }
 
 static uint8_t any_type(void) {
         static const uint8_t types[] = { T_PING, T_EXEC, T_STDIN, T_STDIN_EOF, T_FOLLOW, T_UNFOLLOW, T_KILL, T_RESIZE, T_FETCH,
-                                         T_FORGET, T_LIST, T_READ, T_WRITE, T_STATPATH, T_LISTDIR, T_MKDIR, T_REMOVE, T_RENAME,
-                                         T_TREE_PUT, T_TREE_GET, T_CONNECT, T_CLOSE, T_DATA, T_DATA, T_DATA, T_EOF, T_CREDIT };
+                                         T_FORGET, T_LIST, T_HOLD, T_READ, T_WRITE, T_STATPATH, T_LISTDIR, T_MKDIR, T_REMOVE,
+                                         T_RENAME, T_TREE_PUT, T_TREE_GET, T_CONNECT, T_CLOSE, T_STATS, T_WAKE, T_KNOBS, T_DATA, T_DATA, T_DATA, T_EOF, T_CREDIT };
 
         return one_in(200) ? (uint8_t) any() : types[below(sizeof(types))];
 }
@@ -235,19 +242,62 @@ static void turns(int n) {
         }
 }
 
+/* Our end of the serial port, which stays; -1: the link is a socket. */
+static int port = -1;
+
+static void drain(int fd) {
+        static uint8_t sink[65536];
+
+        while (recv(fd, sink, sizeof(sink), 0) > 0)
+                ;
+}
+
+/* As send(); but a port takes all of it, in its coding, with noise now and then. */
+static ssize_t say(int fd, const uint8_t *data, size_t size) {
+        static uint8_t coded[2 * SCRATCH + 64];
+        size_t used = 0, sent = 0;
+
+        if (fd != port)
+                return send(fd, data, size, MSG_NOSIGNAL);
+        for (size_t i = 0; i < size; i++) {
+                coded[used++] = data[i];
+                if (data[i] == 0xfe && !one_in(1000))
+                        coded[used++] = 0xff;
+        }
+        if (one_in(500))
+                used += (size_t) snprintf((char *) coded + used, 40, "\xfe%c%016llx", one_in(2) ? 0 : 'x',
+                                          (unsigned long long) any());
+        while (sent < used) {
+                ssize_t n = send(fd, coded + sent, used - sent, MSG_NOSIGNAL);
+                if (n > 0) {
+                        sent += (size_t) n;
+                        continue;
+                }
+                turns(1);
+                drain(fd);
+        }
+        return (ssize_t) size;
+}
+
 static int dial(void) {
         struct sockaddr_un address = { .sun_family = AF_UNIX, .sun_path = "/s" };
-        int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+        int fd = port >= 0 ? port : socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
         uint8_t hello[64];
+        char begin[24] = "\xfe";
         uint64_t number = PROTOCOL_VERSION;
 
-        if (connect(fd, (struct sockaddr *) &address, sizeof(address)) < 0)
+        if (fd == port) {
+                snprintf(begin + 2, sizeof(begin) - 2, "%016llx", (unsigned long long) any());
+                if (send(fd, begin, 18, MSG_NOSIGNAL) != 18)
+                        abort();
+                turns(2);
+        } else if (connect(fd, (struct sockaddr *) &address, sizeof(address)) < 0)
                 abort();
         size_t size = put_field(hello + FRAME_HEADER, VERSION, &number, 8);
         number = 0;
         size += put_field(hello + FRAME_HEADER + size, CAPS, &number, 8);
         header_encode(hello, T_HELLO, 0, (uint32_t) size);
-        (void) !send(fd, hello, FRAME_HEADER + size, MSG_NOSIGNAL);
+        (void) !say(fd, hello, FRAME_HEADER + size);
         return fd;
 }
 
@@ -260,7 +310,7 @@ static void fuzz_link(uint32_t *channel) {
                 uint8_t *payload = scratch + FRAME_HEADER;
                 size_t size = type == T_DATA ? any_archive(payload, DATA_MAX) :
                               type == T_STDIN || type == T_PING ? below(80) : any_fields(type, payload);
-                bool opens = type == T_EXEC || (type >= T_READ && type < T_CLOSE);
+                bool opens = type == T_EXEC || (type >= T_READ && type < T_CLOSE) || (type >= T_STATS && type <= T_KNOB_READ);
                 uint32_t on = type == T_LIST ? 0 : opens ? ++*channel : *channel - (uint32_t) below(4);
 
                 if (one_in(50))
@@ -270,20 +320,20 @@ static void fuzz_link(uint32_t *channel) {
                         mutate(scratch, FRAME_HEADER);
                 size_t whole = FRAME_HEADER + size, sent = 0;
                 while (sent < whole) {
-                        ssize_t k = send(fd, scratch + sent, min_size(whole - sent, one_in(3) ? below(100) + 1 : whole), MSG_NOSIGNAL);
+                        ssize_t k = say(fd, scratch + sent, min_size(whole - sent, one_in(3) ? below(100) + 1 : whole));
                         sent += k > 0 ? (size_t) k : 0;
                         turns(1);
                         if (k < 0 && errno != EAGAIN)
                                 break;
-                        if (!one_in(5)) {
-                                static uint8_t sink[65536];
-                                while (recv(fd, sink, sizeof(sink), 0) > 0)
-                                        ;
-                        }
+                        if (!one_in(5))
+                                drain(fd);
                 }
                 turns(3);
         }
-        close(fd);
+        if (fd == port)
+                drain(fd);
+        else
+                close(fd);
         turns(5);
 }
 
@@ -306,15 +356,27 @@ static void fill(void) {
         (void) symlink("loop", "/loop");
 }
 
+static const struct link_hooks hooks = { .frame = dispatch_frame, .lost = channels_link_lost };
+
+static void plug_in(void) {
+        int fds[2];
+
+        link_init(&serial_carrier, &hooks);
+        if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, fds) < 0 || loop_init() < 0 ||
+            serial_start(fds[0]) < 0)
+                abort();
+        port = fds[1];
+}
+
 static void listen_on(const char *path) {
-        static const struct link_hooks hooks = { .frame = dispatch_frame, .lost = channels_link_lost };
         struct sockaddr_un address = { .sun_family = AF_UNIX };
         int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
 
         strcpy(address.sun_path, path);
         (void) unlink(path);
+        link_init(&socket_carrier, &hooks);
         if (bind(fd, (struct sockaddr *) &address, sizeof(address)) < 0 || listen(fd, 8) < 0 || loop_init() < 0 ||
-            link_init(fd, &hooks) < 0)
+            socket_start(fd) < 0)
                 abort();
 }
 
@@ -332,8 +394,12 @@ int main(int argc, char **argv) {
         signal(SIGPIPE, SIG_IGN);
         leaf_init(-1); /* nothing is ever cloned */
         start_init(&confinement, open("/etc/passwd", O_RDWR | O_CREAT, 0644), -1);
-        dispatch_init(&confinement);
-        listen_on("/s");
+        dispatch_init(&confinement, false);
+        /* Every other seed speaks over a serial port. */
+        if (state & 1)
+                plug_in();
+        else
+                listen_on("/s");
         for (; now_us() < end; rounds++) {
                 fuzz_decoders();
                 if (rounds % 50 == 0)
@@ -342,7 +408,7 @@ int main(int argc, char **argv) {
                         fuzz_link(&channel);
                         /* It may have been removed or renamed. */
                         fill();
-                        if (access("/s", F_OK) < 0)
+                        if (port < 0 && access("/s", F_OK) < 0)
                                 listen_on("/s");
                 }
         }

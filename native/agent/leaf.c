@@ -46,9 +46,7 @@ int leaf_create(uint32_t channel) {
 }
 
 static int kill_path(const char *path) {
-        cleanup_fd int fd = openat(base, path, O_WRONLY | O_CLOEXEC);
-
-        return fd < 0 || write(fd, "1", 1) < 0 ? -errno : 0;
+        return write_at(base, path, "1");
 }
 
 int leaf_kill(uint32_t channel) {
@@ -56,6 +54,13 @@ int leaf_kill(uint32_t channel) {
 
         leaf_path(path, channel, "/cgroup.kill");
         return kill_path(path);
+}
+
+uint64_t leaf_cpu_us(uint32_t channel) {
+        char path[48], text[512];
+
+        leaf_path(path, channel, "/cpu.stat");
+        return read_at(base, path, text, sizeof(text)) < 0 ? 0 : number_after(text, "usage_usec");
 }
 
 int leaf_kill_others(uint32_t channel, pid_t spare) {
@@ -129,17 +134,20 @@ void leaf_release(uint32_t channel) {
         lingering_ready(&l->watch, 0);
 }
 
-void leaf_kill_all(void) {
+uint32_t leaf_kill_all(void) {
         char path[300];
+        uint32_t highest = 0;
         int fd = openat(base, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
         DIR *dir = fd < 0 ? NULL : fdopendir(fd);
 
         if (!dir)
-                return;
+                return 0;
         for (struct dirent *entry; (entry = readdir(dir));)
                 if (entry->d_name[0] == 'x') {
                         snprintf(path, sizeof(path), "%s/cgroup.kill", entry->d_name);
                         (void) kill_path(path);
+                        highest = (uint32_t) max_u64(highest, min_u64(strtoull(entry->d_name + 1, NULL, 10), UINT32_MAX));
                 }
         closedir(dir);
+        return highest;
 }

@@ -3,8 +3,6 @@
 #include <malloc.h>
 #include <sys/socket.h>
 
-#include "loop.h"
-
 enum {
         SMALL = 4096,
         OUT_LOW = 256 << 10,  /* sources stop here */
@@ -20,9 +18,9 @@ struct buffer {
 };
 
 static struct buffer in, out;
-static struct watch listener, conn = { .fd = -1 };
+static const struct carrier *carrier;
 static const struct link_hooks *hooks;
-static bool broken, greeted;
+static bool connected, broken, greeted;
 static size_t frame_start;
 
 static size_t pending(const struct buffer *b) {
@@ -65,12 +63,20 @@ static int buffer_reserve(struct buffer *b, size_t n, size_t max) {
         return 0;
 }
 
+bool link_alive(void) {
+        return connected && !broken;
+}
+
 bool link_up(void) {
-        return conn.fd >= 0 && !broken;
+        return greeted && link_alive();
 }
 
 bool link_room(void) {
         return pending(&out) < OUT_LOW;
+}
+
+bool link_accepts(void) {
+        return pending(&out) < OUT_HIGH;
 }
 
 void link_trim(void) {
@@ -82,15 +88,18 @@ void link_trim(void) {
         (void) malloc_trim(0);
 }
 
-static void link_drop(void) {
-        if (conn.fd < 0)
+void link_begin(void) {
+        link_end();
+        connected = true;
+}
+
+void link_end(void) {
+        if (!connected)
                 return;
-        int fd = conn.fd;
-        watch_stop(&conn);
-        close_fd(fd);
+        carrier->drop();
         buffer_release(&in);
         buffer_release(&out);
-        broken = greeted = false;
+        connected = broken = greeted = false;
         hooks->lost();
 }
 
@@ -184,14 +193,20 @@ void frame_raw_commit(enum frame_type type, uint32_t channel, size_t size) {
         out.end += FRAME_HEADER + size;
 }
 
-static void out_flush(void) {
+void frame_payload(enum frame_type type, uint32_t channel, const void *payload, size_t size) {
+        frame_begin(type, channel);
+        out_append(payload, size);
+        (void) frame_end();
+}
+
+void link_flush(void) {
         while (pending(&out) > 0 && link_up()) {
-                ssize_t n = send(conn.fd, out.data + out.start, pending(&out), MSG_NOSIGNAL | MSG_DONTWAIT);
+                ssize_t n = carrier->send(out.data + out.start, pending(&out));
                 if (n > 0)
                         out.start += (size_t) n;
-                else if (n < 0 && errno == EINTR)
+                else if (n == -EINTR)
                         continue;
-                else if (n < 0 && errno == EAGAIN)
+                else if (n == -EAGAIN)
                         break;
                 else
                         broken = true;
@@ -202,7 +217,7 @@ static void out_flush(void) {
 static void in_parse(void) {
         struct header header;
 
-        while (link_up() && pending(&in) >= FRAME_HEADER && pending(&out) < OUT_HIGH) {
+        while (link_alive() && pending(&in) >= FRAME_HEADER && link_accepts()) {
                 const uint8_t *at = in.data + in.start;
                 if (header_decode(at, &header) < 0 || (!greeted && header.type != T_HELLO)) {
                         broken = true;
@@ -236,10 +251,10 @@ static size_t in_want(void) {
         return min_size(in.size - in.end, SMALL);
 }
 
-static void in_read(void) {
-        for (int i = 0; i < 8 && link_up() && pending(&out) < OUT_HIGH; i++) {
+void link_read(int fd) {
+        for (int i = 0; i < 8 && link_alive() && link_accepts(); i++) {
                 size_t want = in_want();
-                ssize_t n = recv(conn.fd, in.data + in.end, want, MSG_DONTWAIT);
+                ssize_t n = recv(fd, in.data + in.end, want, MSG_DONTWAIT);
                 if (n < 0 && (errno == EAGAIN || errno == EINTR))
                         return;
                 if (n <= 0) {
@@ -253,43 +268,32 @@ static void in_read(void) {
         }
 }
 
-static void conn_ready(struct watch *watch, uint32_t events) {
-        (void) watch;
-        if (events & EPOLLOUT)
-                out_flush();
-        if (events & (EPOLLIN | EPOLLHUP | EPOLLERR))
-                in_read();
-}
-
-static void listener_ready(struct watch *watch, uint32_t events) {
-        (void) events;
-        /* First, because it also frees a descriptor: with none left accept4 would fail for ever, and so would we spin. */
-        link_drop();
-        int fd = accept4(watch->fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
-        if (fd < 0)
+void link_input(const uint8_t *data, size_t size) {
+        if (!link_alive() || size == 0)
                 return;
-        if (watch_start(&conn, fd, EPOLLIN) < 0)
-                close_fd(fd);
+        if (buffer_reserve(&in, size, SIZE_MAX) < 0) {
+                broken = true;
+                return;
+        }
+        memcpy(in.data + in.end, data, size);
+        in.end += size;
+        in_parse();
 }
 
 void link_turn(void) {
-        if (conn.fd < 0)
-                return;
-        out_flush();
-        in_parse();
-        out_flush();
-        if (broken) {
-                link_drop();
-                return;
+        if (connected) {
+                link_flush();
+                in_parse();
+                link_flush();
+                if (broken)
+                        link_end();
         }
-        watch_events(&conn, (pending(&out) < OUT_HIGH ? EPOLLIN : 0u) | (pending(&out) > 0 ? EPOLLOUT : 0u));
+        carrier->turn(link_accepts(), pending(&out) > 0);
 }
 
-int link_init(int listen_fd, const struct link_hooks *link_hooks) {
+void link_init(const struct carrier *link_carrier, const struct link_hooks *link_hooks) {
+        carrier = link_carrier;
         hooks = link_hooks;
         buffer_release(&in);
         buffer_release(&out);
-        conn.ready = conn_ready;
-        listener.ready = listener_ready;
-        return watch_start(&listener, listen_fd, EPOLLIN);
 }

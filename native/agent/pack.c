@@ -118,17 +118,29 @@ static int pax_integer(struct head *head, const char *key, int64_t value) {
         return pax_text(head, key, text);
 }
 
-static bool xattr_wanted(const char *name) {
-        return strncmp(name, "user.", 5) == 0 || strcmp(name, "security.capability") == 0;
+static bool xattr_of_layer(const char *name) {
+        static const char *const names[] = {
+                "system.posix_acl_access", "system.posix_acl_default", "trusted.overlay.opaque", "trusted.overlay.metacopy",
+                "trusted.overlay.redirect",
+        };
+
+        for (size_t i = 0; i < ELEMENTS(names); i++)
+                if (strcmp(name, names[i]) == 0)
+                        return true;
+        return false;
 }
 
-static int pax_xattrs(struct head *head, int fd) {
+static bool xattr_wanted(const char *name, bool layer) {
+        return strncmp(name, "user.", 5) == 0 || strcmp(name, "security.capability") == 0 || (layer && xattr_of_layer(name));
+}
+
+static int pax_xattrs(struct head *head, int fd, bool layer) {
         char names[XATTR_LIST], key[300];
         ssize_t size = fd >= 0 ? flistxattr(fd, names, sizeof(names)) : 0;
         int r = 0;
 
         for (const char *name = names; r == 0 && size > 0 && name < names + size; name += strlen(name) + 1) {
-                if (!xattr_wanted(name))
+                if (!xattr_wanted(name, layer))
                         continue;
                 ssize_t value_size = fgetxattr(fd, name, NULL, 0);
                 if (value_size < 0 || value_size > XATTR_VALUE)
@@ -145,8 +157,25 @@ static int pax_xattrs(struct head *head, int fd) {
         return r;
 }
 
+static int pax_layer(struct head *head, const struct tar_header *h, const struct layer_member *layer) {
+        bool before = h->mtime < 0 && layer->mtime_ns > 0;
+        char text[48];
+
+        /* As one decimal number: a second before 1970 and a half is -0.5. */
+        int64_t seconds = before ? h->mtime + 1 : h->mtime;
+        uint32_t ns = before ? 1000000000u - layer->mtime_ns : layer->mtime_ns;
+        snprintf(text, sizeof(text), "%s%lld.%09u", before && seconds == 0 ? "-" : "", (long long) seconds, ns);
+        int r = pax_text(head, "mtime", text);
+        if (r == 0 && layer->names > 1)
+                r = pax_integer(head, "SCHILY.nlink", (int64_t) layer->names);
+        if (r == 0 && layer->map)
+                r = pax_text(head, "GNU.sparse.map", layer->map);
+        return r < 0 || !layer->map ? r : pax_integer(head, "GNU.sparse.size", (int64_t) layer->whole);
+}
+
 /* Whatever the old fields cannot hold. */
-static int pax_records(struct head *head, const struct tar_header *h, const char *path, const char *link, int fd) {
+static int pax_records(struct head *head, const struct tar_header *h, const char *path, const char *link, int fd,
+                       const struct layer_member *layer) {
         int r = 0;
 
         if (strlen(path) > 100)
@@ -159,9 +188,11 @@ static int pax_records(struct head *head, const struct tar_header *h, const char
                 r = pax_integer(head, "uid", h->uid);
         if (r == 0 && h->gid >> 21)
                 r = pax_integer(head, "gid", h->gid);
-        if (r == 0 && (h->mtime < 0 || h->mtime >> 33))
+        if (r == 0 && layer)
+                r = pax_layer(head, h, layer);
+        else if (r == 0 && (h->mtime < 0 || h->mtime >> 33))
                 r = pax_integer(head, "mtime", h->mtime);
-        return r < 0 ? r : pax_xattrs(head, fd);
+        return r < 0 ? r : pax_xattrs(head, fd, layer != NULL);
 }
 
 static int head_block(struct head *head, const struct tar_header *h) {
@@ -173,14 +204,15 @@ static int head_block(struct head *head, const struct tar_header *h) {
         return 0;
 }
 
-int head_build(struct head *head, struct tar_header *h, const char *path, const char *link, int fd) {
+int head_build(struct head *head, struct tar_header *h, const char *path, const char *link, int fd,
+               const struct layer_member *layer) {
         struct tar_header pax = { .name = "pax", .type = 'x', .mode = 0644 };
 
         head->size = head->at = 0;
         /* Room for the header in front, which must know the size of what comes behind it. */
         int r = head_block(head, &pax);
         if (r == 0)
-                r = pax_records(head, h, path, link, fd);
+                r = pax_records(head, h, path, link, fd, layer);
         if (r < 0)
                 return r;
         pax.size = head->size - TAR_BLOCK;

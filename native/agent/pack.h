@@ -19,5 +19,15 @@ struct head {
         size_t size, room, at;
 };
 
-/* A pax member, if one is needed, and the header (whose names are filled in). fd: where extended attributes are; or -1. */
-int head_build(struct head *head, struct tar_header *h, const char *path, const char *link, int fd);
+/* What the archive of a layer says beyond that of a tree: nanoseconds, holes, overlayfs's own marks. */
+struct layer_member {
+        uint32_t mtime_ns;
+        const char *map; /* `offset,size,offset,size...` of what is no hole; NULL: it has none */
+        uint64_t whole;  /* with its holes */
+        uint64_t names;  /* how many the file has */
+};
+
+/* A pax member, if one is needed, and the header (whose names are filled in). fd: where extended attributes are; or -1.
+ * layer: NULL for a plain tree. */
+int head_build(struct head *head, struct tar_header *h, const char *path, const char *link, int fd,
+               const struct layer_member *layer);

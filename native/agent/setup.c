@@ -22,7 +22,7 @@
 #include "hide.h"
 #include "leaf.h"
 
-enum { LISTEN_FD = 3, CGROUP_FD = 4, RESERVED_LAST = 9 };
+enum { LINK_FD = 3, CGROUP_FD = 4, RESERVED_LAST = 9 };
 
 static int complain(int r, const char *what) {
         fprintf(stderr, "dsec-agent: %s: %s\n", what, strerror(-r));
@@ -41,26 +41,50 @@ static void signals_default(void) {
         (void) sigprocmask(SIG_SETMASK, &all, NULL);
 }
 
-static int check_inherited(void) {
+static int check_inherited(bool is_vm) {
         struct statfs fs;
         int listening = 0;
         socklen_t size = sizeof(listening);
 
-        if (getsockopt(LISTEN_FD, SOL_SOCKET, SO_ACCEPTCONN, &listening, &size) < 0 || !listening)
+        if (is_vm)
+                return fcntl(LINK_FD, F_SETFD, FD_CLOEXEC) < 0 || fcntl(CGROUP_FD, F_SETFD, FD_CLOEXEC) < 0 ? -errno : 0;
+        if (getsockopt(LINK_FD, SOL_SOCKET, SO_ACCEPTCONN, &listening, &size) < 0 || !listening)
                 return complain(-ENOTSOCK, "fd 3 is not a listening socket");
         /* Without leaf cgroups a command that forks away could not be killed whole; better not to start. */
         if (fstatfs(CGROUP_FD, &fs) < 0 || fs.f_type != CGROUP2_SUPER_MAGIC)
                 return complain(-ENOTDIR, "fd 4 is not a cgroup2 directory");
-        if (fcntl(LISTEN_FD, F_SETFD, FD_CLOEXEC) < 0 || fcntl(LISTEN_FD, F_SETFL, O_NONBLOCK) < 0 ||
+        if (fcntl(LINK_FD, F_SETFD, FD_CLOEXEC) < 0 || fcntl(LINK_FD, F_SETFL, O_NONBLOCK) < 0 ||
             fcntl(CGROUP_FD, F_SETFD, FD_CLOEXEC) < 0)
                 return complain(-errno, "fcntl");
         return 0;
 }
 
-static int reserve_descriptors(int *ret_null) {
+static int lift(int *fd) {
+        int high = fcntl(*fd, F_DUPFD_CLOEXEC, RESERVED_LAST + 1);
+
+        if (high < 0)
+                return -errno;
+        close_fd(*fd);
+        *fd = high;
+        return 0;
+}
+
+int setup_descriptors(int link, int group, int *keeper) {
+        int r;
+
+        if ((r = lift(&link)) < 0 || (r = lift(&group)) < 0 || (r = lift(keeper)) < 0)
+                return r;
+        if (dup2(link, LINK_FD) < 0 || dup2(group, CGROUP_FD) < 0)
+                return -errno;
+        close_fd(link);
+        close_fd(group);
+        return 0;
+}
+
+static int reserve_descriptors(bool is_vm, int *ret_null) {
         int fd;
 
-        if (close_range(CGROUP_FD + 1, ~0u, 0) < 0)
+        if (!is_vm && close_range(CGROUP_FD + 1, ~0u, 0) < 0)
                 return complain(-errno, "close_range");
         do
                 if ((fd = open("/dev/null", O_RDWR | O_CLOEXEC)) < 0)
@@ -182,16 +206,12 @@ static void loopback_up(void) {
         (void) ioctl(fd, SIOCSIFFLAGS, &request);
 }
 
-int setup(int argc, char **argv, struct setup *ret) {
+/* Out of the tenant's sight and reach; but not in a full VM, all of which is the tenant's. */
+static int confine(int argc, char **argv, struct setup *ret) {
         int r;
 
-        signals_default();
-        umask(0);
-        if ((r = check_inherited()) < 0 || (r = reserve_descriptors(&ret->null_fd)) < 0)
-                return r;
-        raise_nofile(&ret->confinement);
-        leaf_init(CGROUP_FD);
         hide_program(argv[0]);
+        ret->calls = argc == 2 && strcmp(argv[1], "calls") == 0;
         rename_process(argc, argv, "init");
         /* A program that its user may not read starts out as not dumpable. */
         (void) prctl(PR_SET_DUMPABLE, 1, 0, 0, 0);
@@ -201,10 +221,27 @@ int setup(int argc, char **argv, struct setup *ret) {
         if (prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) < 0)
                 return complain(-errno, "prctl");
         (void) prctl(PR_SET_NAME, "dsec-agent", 0, 0, 0);
+        loopback_up();
+        return 0;
+}
+
+int setup(int argc, char **argv, struct setup *ret) {
+        int r;
+
+        signals_default();
+        umask(0);
+        if ((r = check_inherited(ret->is_vm)) < 0 ||
+            (r = reserve_descriptors(ret->is_vm, &ret->null_fd)) < 0)
+                return r;
+        raise_nofile(&ret->confinement);
+        leaf_init(CGROUP_FD);
+        if (ret->is_service)
+                open_oom(&ret->confinement);
+        else if ((r = confine(argc, argv, ret)) < 0)
+                return r;
         r = ret->confinement.proc_fd = open_typed("/proc", PROC_SUPER_MAGIC);
         if (r < 0)
                 return complain(r, "open /proc");
         ret->pts_fd = open_typed("/dev/pts", DEVPTS_SUPER_MAGIC);
-        loopback_up();
         return 0;
 }

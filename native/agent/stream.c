@@ -6,7 +6,7 @@
 
 enum {
         READ_MAX = 256 << 10,
-        ROOM_MIN = 64 << 10,
+        ROOM_READ = 64 << 10, /* as much as a pipe holds */
         TTY_LAST = 64 << 10, /* a pty cannot say how much it holds; the kernel's own limit is about this */
 };
 
@@ -40,7 +40,8 @@ static ssize_t stream_read(struct stream *s, uint64_t want) {
                 iov[n++] = (struct iovec) { s->head + s->total, take };
                 want -= take;
         }
-        want = min_u64(want, s->room);
+        /* Never over what the kept tail may still become, whatever of this read there is. */
+        want = min_u64(want, s->room - s->cap_tail);
         if (want > 0) {
                 size_t position = s->total > s->cap_head ? (size_t) ((s->total - s->cap_head) % s->room) : 0;
                 size_t take = min_size((size_t) want, s->room - position);
@@ -49,6 +50,23 @@ static ssize_t stream_read(struct stream *s, uint64_t want) {
                         iov[n++] = (struct iovec) { s->ring, (size_t) want - take };
         }
         return readv(s->watch.fd, iov, n);
+}
+
+uint64_t stream_dropped(const struct stream *s) {
+        uint64_t kept = (uint64_t) s->cap_head + s->cap_tail;
+
+        return s->total > kept ? s->total - kept : 0;
+}
+
+/* What has left the tail is summed while it is still in the ring. */
+static void stream_sum_dropped(struct stream *s) {
+        uint64_t end = stream_dropped(s);
+
+        while (s->dropped.size < end) {
+                size_t position = (size_t) (s->dropped.size % s->room);
+                size_t take = (size_t) min_u64(end - s->dropped.size, s->room - position);
+                sha256_add(&s->dropped, s->ring + position, take);
+        }
 }
 
 static void stream_free_kept(struct stream *s) {
@@ -112,6 +130,7 @@ static void stream_ready(struct watch *watch, uint32_t events) {
         ssize_t n = stream_read(s, want);
         if (n > 0) {
                 s->total += (uint64_t) n;
+                stream_sum_dropped(s);
                 if (s->state == STREAM_FINAL && (s->left -= (uint64_t) n) == 0)
                         stream_set(s, STREAM_DRAIN);
                 else if (s->followed && s->owner)
@@ -133,7 +152,8 @@ struct stream *stream_new(int fd, size_t cap, struct source *owner) {
                 return NULL;
         s->cap_tail = cap / 2;
         s->cap_head = cap - s->cap_tail;
-        s->room = s->cap_tail < ROOM_MIN ? ROOM_MIN : s->cap_tail;
+        s->room = s->cap_tail + ROOM_READ;
+        sha256_start(&s->dropped);
         s->owner = owner;
         s->watch.ready = stream_ready;
         int r = watch_start(&s->watch, fd, EPOLLIN);

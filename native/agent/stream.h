@@ -3,6 +3,7 @@
 
 #include "link.h"
 #include "loop.h"
+#include "sha256.h"
 
 enum { CAP_MAX = 256 << 20 };
 
@@ -18,12 +19,13 @@ struct stream {
         struct source *owner; /* woken when there is something to send or the state moves; NULL: the record is gone */
         enum stream_state state;
         size_t cap_head, cap_tail;
-        size_t room;          /* size of the ring: cap_tail, or more so that following a tiny cap still flows */
+        size_t room;          /* size of the ring: the tail, and what one read brings before the oldest of it is summed */
         uint8_t *head, *ring;
         uint64_t total;
         uint64_t left;
         bool followed, ever_followed; /* by this connection */
         uint64_t sent, limit; /* of the follower */
+        struct sha256 dropped; /* of what lies between the head and the tail, as far as it has left the tail */
 };
 
 /* Takes fd, which must be non-blocking. NULL with errno. */
@@ -35,6 +37,8 @@ void stream_abandon(struct stream *s);
 static inline bool stream_complete(const struct stream *s) {
         return s->state == STREAM_DRAIN || s->state == STREAM_CLOSED;
 }
+/* How many bytes lie between the kept head and the kept tail. */
+uint64_t stream_dropped(const struct stream *s);
 /* Bytes of memory that what is kept occupies. */
 size_t stream_memory(const struct stream *s);
 

@@ -1,16 +1,26 @@
-/* TREE_GET: a tree as a tar stream, made as the host takes it. Nothing is read ahead of the credit. */
+/* TREE_GET: a tree as a tar stream, made as the host takes it. Nothing is read ahead of the credit.
+ * UPPER: the same of the upper directory of the overlay, with all that makes it a layer. */
 #include <fcntl.h>
 #include <stdio.h>
 #include <sys/sysmacros.h>
 
 #include "channel.h"
 #include "dir.h"
+#include "guest.h"
 #include "issue.h"
 #include "pack.h"
 #include "path.h"
 #include "tree.h"
 
-enum { SLICE = 128 /* members per turn of the loop */ };
+enum {
+        SLICE = 128,        /* members per turn of the loop */
+        EXTENTS_MAX = 4096, /* of one file; the last one takes what follows, with its holes */
+        EXTENT_TEXT = 42,   /* two numbers of 64 bits, two commas */
+};
+
+struct extent {
+        uint64_t at, size;
+};
 
 struct get {
         struct channel channel;
@@ -20,10 +30,13 @@ struct get {
         char path[PATH_BYTES]; /* of the directory on top of the walk, without a slash at the end; "" is the top */
         struct links links;
         uint64_t count;
+        bool layer; /* UPPER */
         /* What is being sent: the head, then the file, then zeros. */
         struct head head;
         int fd;
         uint64_t size, left, zeros;
+        struct extent *extents; /* of a file with holes: what is still to be sent of it, after `left` */
+        unsigned n_extents, next_extent;
         char member[PATH_BYTES]; /* its path, for issues */
         bool ended; /* the last zeros are the archive's end */
 };
@@ -61,17 +74,80 @@ static int open_member(int dir, const char *name, struct stat *st) {
         return (st->st_mode & S_IFMT) == type ? steal_fd(&fd) : -ESTALE;
 }
 
+/* Where the file has data; 0 if everywhere, and then `extents` stays empty. */
+static int find_extents(struct get *g, int fd, uint64_t size) {
+        off_t at = 0, end = (off_t) size;
+
+        g->n_extents = g->next_extent = 0;
+        while (at < end) {
+                off_t data = lseek(fd, at, SEEK_DATA);
+                if (data < 0 && errno != ENXIO)
+                        return -errno;
+                if (data < 0 || data >= end)
+                        break;
+                off_t hole = g->n_extents == EXTENTS_MAX - 1 ? end : lseek(fd, data, SEEK_HOLE);
+                if (hole <= data)
+                        return hole < 0 ? -errno : -EIO;
+                if (data == 0 && hole >= end)
+                        break; /* all of it */
+                if (!g->extents && !(g->extents = calloc(EXTENTS_MAX, sizeof(*g->extents))))
+                        return -ENOMEM;
+                at = hole < end ? hole : end;
+                g->extents[g->n_extents++] = (struct extent) { (uint64_t) data, (uint64_t) (at - data) };
+        }
+        if (lseek(fd, 0, SEEK_SET) < 0)
+                return -errno;
+        bool all_hole = g->n_extents == 0 && size > 0 && lseek(fd, 0, SEEK_DATA) < 0;
+        return g->n_extents > 0 || all_hole;
+}
+
+/* `offset,size,...`, from malloc; a file that is one hole has one piece of nothing. */
+static char *map_of(const struct get *g) {
+        size_t room = (size_t) (g->n_extents + 1) * EXTENT_TEXT, used = 0;
+        char *text = malloc(room);
+
+        if (text && g->n_extents == 0)
+                strcpy(text, "0,0");
+        for (unsigned i = 0; text && i < g->n_extents; i++)
+                used += (size_t) snprintf(text + used, room - used, "%s%llu,%llu", i ? "," : "",
+                                          (unsigned long long) g->extents[i].at, (unsigned long long) g->extents[i].size);
+        return text;
+}
+
+static uint64_t extents_size(const struct get *g) {
+        uint64_t size = 0;
+
+        for (unsigned i = 0; i < g->n_extents; i++)
+                size += g->extents[i].size;
+        return size;
+}
+
+/* Goes on with the next piece of a file with holes. */
+static void next_extent(struct get *g) {
+        if (g->left > 0 || g->next_extent == g->n_extents)
+                return;
+        const struct extent *extent = &g->extents[g->next_extent++];
+        (void) lseek(g->fd, (off_t) extent->at, SEEK_SET);
+        g->left = extent->size;
+}
+
 static int send_member(struct get *g, int dir, const char *name, struct stat *st, const char *path) {
         char target[PATH_BYTES] = "", full[PATH_BYTES + 2];
         struct tar_header h = { .type = type_of(st->st_mode) };
 
+        struct layer_member layer = { .mtime_ns = (uint32_t) st->st_mtim.tv_nsec };
+        cleanup_free char *map = NULL;
+
+        g->n_extents = g->next_extent = 0;
         if (h.type == 0)
-                return -EPROTONOSUPPORT; /* a socket */
+                return g->layer ? 0 : -EPROTONOSUPPORT; /* a socket */
         int opened = open_member(dir, name, st);
         if (opened < -1)
                 return opened;
         cleanup_fd int fd = opened;
-        const char *twin = S_ISDIR(st->st_mode) ? NULL : link_seen(&g->links, st, path);
+        /* overlayfs makes all whiteouts names of one device 0:0. */
+        bool whiteout = S_ISCHR(st->st_mode) && st->st_rdev == 0;
+        const char *twin = S_ISDIR(st->st_mode) || whiteout ? NULL : link_seen(&g->links, st, path);
         if (twin) {
                 h.type = '1';
                 strcpy(target, twin);
@@ -88,15 +164,28 @@ static int send_member(struct get *g, int dir, const char *name, struct stat *st
         h.dev_major = major(st->st_rdev);
         h.dev_minor = minor(st->st_rdev);
         h.size = h.type == '0' ? (uint64_t) st->st_size : 0;
+        if (g->layer && h.type == '0') {
+                int sparse = find_extents(g, fd, h.size);
+                if (sparse < 0 || (sparse > 0 && !(map = map_of(g))))
+                        return sparse < 0 ? sparse : -ENOMEM;
+                if (sparse > 0)
+                        h.size = extents_size(g);
+        }
+        layer.map = map;
+        layer.whole = (uint64_t) st->st_size;
+        layer.names = h.type == '5' ? 1 : st->st_nlink;
         snprintf(full, sizeof(full), "%s%s", *path ? path : ".", h.type == '5' ? "/" : "");
-        int r = head_build(&g->head, &h, full, target, h.type == '1' ? -1 : fd);
+        int r = head_build(&g->head, &h, full, target, h.type == '1' ? -1 : fd, g->layer ? &layer : NULL);
         if (r < 0)
                 return r;
-        g->size = g->left = h.size;
+        g->size = (uint64_t) st->st_size;
+        g->left = map ? 0 : h.size;
         snprintf(g->member, sizeof(g->member), "%s", path);
         g->zeros = -h.size % TAR_BLOCK;
-        if (h.type == '0')
+        if (h.type == '0') {
                 g->fd = steal_fd(&fd);
+                next_extent(g);
+        }
         g->count++;
         return 0;
 }
@@ -173,6 +262,7 @@ static size_t fill_from_file(struct get *g, uint8_t *to, size_t size) {
                 g->left = 0;
         } else if ((g->left -= (uint64_t) n) == 0 && fstat(g->fd, &st) == 0 && (uint64_t) st.st_size > g->size)
                 issue_add(&g->issues, g->member, "became longer while it was read, the new end is missing");
+        next_extent(g);
         if (g->left == 0)
                 close_fd(steal_fd(&g->fd));
         return n > 0 ? (size_t) n : 0;
@@ -240,6 +330,7 @@ static void get_close(struct channel *channel) {
         walk_close(&g->walk);
         close_fd(g->fd);
         free(g->head.data);
+        free(g->extents);
         links_free(&g->links);
         issues_free(&g->issues);
 }
@@ -265,7 +356,23 @@ static int get_prepare(struct get *g, const struct args *args) {
         return r < 0 ? r : walk_enter(&g->walk, dir, name);
 }
 
-void tree_get(uint32_t id, const struct args *args) {
+/* What commands wrote; they stand still from then on. */
+static int get_prepare_upper(struct get *g) {
+        static const char name[] = "upper";
+        struct stat st;
+        int disk = guest_freeze();
+
+        if (disk < 0)
+                return disk;
+        if (fstatat(disk, name, &st, AT_SYMLINK_NOFOLLOW) < 0)
+                return -errno;
+        g->layer = true;
+        g->device = st.st_dev;
+        int r = send_member(g, disk, name, &st, "");
+        return r < 0 ? r : walk_enter(&g->walk, disk, name);
+}
+
+static void get_open(uint32_t id, const struct args *args, bool upper) {
         static const struct channel_class class = { .close = get_close };
         struct get *g = channel_open(id, sizeof(*g), &class, get_pump);
 
@@ -273,9 +380,17 @@ void tree_get(uint32_t id, const struct args *args) {
                 return;
         g->fd = -1;
         g->channel.limit = number_or(args, LIMIT, 0);
-        int r = get_prepare(g, args);
+        int r = upper ? get_prepare_upper(g) : get_prepare(g, args);
         if (r < 0)
                 channel_fail(&g->channel, r, "open");
         else
                 source_wake(&g->channel.source);
+}
+
+void tree_get(uint32_t id, const struct args *args) {
+        get_open(id, args, false);
+}
+
+void tree_upper(uint32_t id, const struct args *args) {
+        get_open(id, args, true);
 }

@@ -169,6 +169,9 @@ static int make_node(struct unpack *u, int dir, const char *name) {
         mode_t mode = h->mode | (h->type == '6' ? S_IFIFO : h->type == '3' ? S_IFCHR : S_IFBLK);
         dev_t device = h->type == '6' ? 0 : makedev(h->dev_major, h->dev_minor);
 
+        /* As the kernel says in a user namespace; 0:0 is no device, but an overlay's whiteout. */
+        if (device != 0 || h->type == '4')
+                return -EPERM;
         if (mknodat(dir, name, mode, device) < 0 && !(make_way(dir, name) && mknodat(dir, name, mode, device) == 0))
                 return -errno;
         set_metadata_at(u, dir, name);

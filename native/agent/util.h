@@ -2,6 +2,7 @@
 #pragma once
 
 #include <errno.h>
+#include <fcntl.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -98,4 +99,29 @@ static inline void pages_unmap(void *p, size_t size) {
 /* The dirent type of a mode, as the protocol wants it. */
 static inline uint64_t mode_type(mode_t mode) {
         return (uint64_t) (mode & S_IFMT) >> 12;
+}
+
+/* The first size - 1 bytes of a kernel's text file, terminated; -errno. */
+static inline ssize_t read_at(int dir, const char *path, char *text, size_t size) {
+        cleanup_fd int fd = openat(dir, path, O_RDONLY | O_CLOEXEC);
+        ssize_t n = fd < 0 ? -1 : read(fd, text, size - 1);
+
+        text[n > 0 ? n : 0] = 0;
+        return n < 0 ? -errno : n;
+}
+
+static inline int write_at(int dir, const char *path, const char *text) {
+        cleanup_fd int fd = openat(dir, path, O_WRONLY | O_CLOEXEC);
+
+        return fd < 0 || write(fd, text, strlen(text)) < 0 ? -errno : 0;
+}
+
+/* The number behind a word that begins a line; 0 if there is none. */
+static inline uint64_t number_after(const char *text, const char *word) {
+        size_t size = strlen(word);
+
+        for (const char *line = text; line; line = strchr(line, '\n'), line = line ? line + 1 : NULL)
+                if (strncmp(line, word, size) == 0 && (line[size] == ' ' || word[size - 1] == ':'))
+                        return strtoull(line + size, NULL, 10);
+        return 0;
 }

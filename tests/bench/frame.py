@@ -18,6 +18,8 @@ from dsecd.client import DSecClient, DSecContainerRunArgs
 from tests.own import Base, OwnDaemon
 
 BASE: Final = Base("base:bench", ["python3"])
+# Admission counts what sandboxes may use; here a thousand of them use nothing.
+ROOMY: Final = {"disk_pool_mb": 65536, "cpu_overcommit": 1000.0, "memory_overcommit": 100.0, "disk_overcommit": 100.0}
 
 
 @dataclass(frozen=True)

@@ -15,17 +15,40 @@ from pathlib import Path
 from typing import Any, Final
 
 from dsecd.client import DSecClient, DsecError
-from tests.bench import bench_api, bench_create, bench_density, bench_exec, bench_files, bench_layers
-from tests.bench.frame import BASE, Bench, Stage, as_line, record, say
+from tests.bench import (
+    bench_api,
+    bench_boot,
+    bench_create,
+    bench_density,
+    bench_exec,
+    bench_files,
+    bench_fleet,
+    bench_fncall,
+    bench_images,
+    bench_layers,
+    bench_memory,
+    bench_rollout,
+)
+from tests.bench.frame import BASE, ROOMY, Bench, Stage, as_line, record, say
 from tests.own import TREE, own_daemon, stop_on_sigterm
 
 BENCHES: Final = {
     module.BENCH.name: module.BENCH
-    for module in (bench_exec, bench_create, bench_density, bench_layers, bench_files, bench_api)
+    for module in (
+        bench_exec,
+        bench_create,
+        bench_density,
+        bench_layers,
+        bench_files,
+        bench_api,
+        bench_images,
+        bench_boot,
+        bench_memory,
+        bench_fncall,
+        bench_rollout,
+        bench_fleet,
+    )
 }
-
-# Admission counts what sandboxes may use; here a thousand of them use nothing.
-ROOMY: Final = {"disk_pool_mb": 65536, "cpu_overcommit": 1000.0, "memory_overcommit": 100.0, "disk_overcommit": 100.0}
 
 
 def measure(bench: Bench) -> dict[str, Any]:

@@ -99,12 +99,12 @@ class Crun:
 
     def close(self) -> None:
         """crun removes each container's control group and not their parent."""
-        for group in _groups(self.group.lstrip("/")):
+        for group in groups_named(self.group.lstrip("/")):
             with contextlib.suppress(OSError):
                 group.rmdir()
 
 
-def _remove_groups(groups: set[Path]) -> None:
+def remove_groups(groups: set[Path]) -> None:
     """With what is below; conmon takes a moment to end. Somebody else's podman may be in it by now: that stays."""
     for _ in range(40):
         for group in groups:
@@ -116,7 +116,7 @@ def _remove_groups(groups: set[Path]) -> None:
         time.sleep(0.05)
 
 
-def _groups(name: str) -> set[Path]:
+def groups_named(name: str) -> set[Path]:
     """Control groups of that name at the top of every hierarchy."""
     found = set()
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
@@ -148,13 +148,13 @@ class Podman:
 
     @contextlib.contextmanager
     def running(self, root: Path, name: str) -> Iterator[str]:
-        before = _groups("libpod_parent")
+        before = groups_named("libpod_parent")
         run([*self.command, "run", "-d", "--name", name, *self.limits, "--rootfs", str(root), INIT, "sleep", "999999"])
         try:
             yield name
         finally:
             run([*self.command, "rm", "-f", "-t", "0", name])
-            _remove_groups(_groups("libpod_parent") - before)
+            remove_groups(groups_named("libpod_parent") - before)
 
     def exec(self, name: str, *argv: str) -> None:
         quick([*self.command, "exec", name, *argv])

@@ -37,7 +37,7 @@ def base() -> Base:
 def sdist(work: Path) -> Path:
     """The project's sdist, its hash checked. To name it, pip runs the setup.py of what it has just checked."""
     target = work / "sdist"
-    _pip("download", "--no-build-isolation", "--no-binary", ":all:", "-d", str(target), "-r", str(HERE / "project.txt"))
+    pip("download", "--no-build-isolation", "--no-binary", ":all:", "-d", str(target), "-r", str(HERE / "project.txt"))
     (found,) = target.glob("*.tar.gz")
     return found
 
@@ -49,8 +49,14 @@ def toolkit(work: Path, dpkg_status: bytes) -> tuple[Path, bool]:
     if kept.exists():
         return kept, True
     tree = work / "toolkit"
-    _pip("install", "--only-binary", ":all:", "--target", f"{tree}{PYTHONPATH}", "-r", str(HERE / "toolkit.txt"))
+    pip("install", "--only-binary", ":all:", "--target", f"{tree}{PYTHONPATH}", "-r", str(HERE / "toolkit.txt"))
     _git(work, tree, dpkg_status)
+    keep(tree, kept)
+    return kept, False
+
+
+def keep(tree: Path, kept: Path) -> None:
+    """The tree as a tar in the cache, which appears whole."""
     CACHE.mkdir(parents=True, exist_ok=True)
     fresh = kept.with_name(f"{kept.name}.{os.getpid()}")
     try:
@@ -59,10 +65,9 @@ def toolkit(work: Path, dpkg_status: bytes) -> tuple[Path, bool]:
         fresh.rename(kept)
     finally:
         fresh.unlink(missing_ok=True)
-    return kept, False
 
 
-def _pip(command: str, *args: str) -> None:
+def pip(command: str, *args: str) -> None:
     quiet = ["--quiet", "--disable-pip-version-check", "--no-input", "--no-deps", "--require-hashes"]
     _run([sys.executable, "-m", "pip", command, *quiet, *args])
 

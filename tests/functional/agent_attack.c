@@ -240,6 +240,23 @@ static void bomb(void) {
                                 pause();
 }
 
+/* The classic: a root below the directory one is in, and up from there. */
+static void escape(void) {
+        static const char *const beyond[] = { "/init", "/l", "/u", "/r", "/modules" };
+
+        (void) mkdir("/tmp/below", 0755);
+        if (chroot("/tmp/below") < 0)
+                perror("chroot");
+        for (int i = 0; i < 100; i++)
+                (void) !chdir("..");
+        if (chroot(".") < 0)
+                perror("chroot");
+        for (size_t i = 0; i < sizeof(beyond) / sizeof(beyond[0]); i++)
+                if (access(beyond[i], F_OK) == 0)
+                        printf("LEAK %s\n", beyond[i]);
+        printf("%s\n", access("/bin/attack", F_OK) == 0 ? "stayed" : "elsewhere");
+}
+
 int main(int argc, char **argv) {
         const char *mode = argc > 1 ? argv[1] : "";
 
@@ -258,6 +275,8 @@ int main(int argc, char **argv) {
                 return serve(argv[2], atoi(argv[3]), argv[4]);
         else if (strcmp(mode, "bomb") == 0)
                 bomb();
+        else if (strcmp(mode, "escape") == 0)
+                escape();
         else if (strcmp(mode, "descriptors") == 0)
                 descriptors();
         else

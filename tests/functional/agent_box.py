@@ -67,12 +67,12 @@ def make_rootfs(root: Path, *programs: Path) -> None:
     os.chown(root / "home/ann", 1000, 1000)
 
 
-def _config(stage: Path, agent: Path, cgroup: str, memory: int) -> dict[str, object]:
+def _config(stage: Path, agent: Path, cgroup: str, memory: int, args: tuple[str, ...]) -> dict[str, object]:
     return {
         "ociVersion": "1.0.2",
         "process": {
             "user": {"uid": 0, "gid": 0},
-            "args": ["/dev/.dsec-agent"],
+            "args": ["/dev/.dsec-agent", *args],
             "env": ["SECRET_OF_THE_HOST=1"],
             "cwd": "/",
             "capabilities": dict.fromkeys(("bounding", "effective", "permitted", "inheritable"), AGENT_CAPS),
@@ -128,7 +128,9 @@ class Box:
 
 
 @contextlib.contextmanager
-def box(directory: Path, lower: Path, agent: Path = NATIVE / "dsec-agent", memory: int = 1 << 30) -> Iterator[Box]:
+def box(
+    directory: Path, lower: Path, agent: Path = NATIVE / "dsec-agent", memory: int = 1 << 30, args: tuple[str, ...] = ()
+) -> Iterator[Box]:
     """Start one; at the end it is killed and nothing of it may be left."""
     name = f"dsec-agent-test-{os.getpid()}-{directory.name}"
     cgroup = cgroup2_root() / name
@@ -140,7 +142,7 @@ def box(directory: Path, lower: Path, agent: Path = NATIVE / "dsec-agent", memor
     cgroup.mkdir()
     for path in (cgroup, cgroup / "cgroup.procs"):
         os.chown(path, HOST_ID, HOST_ID)
-    (directory / "config.json").write_text(json.dumps(_config(stage, agent, f"/{name}", memory)))
+    (directory / "config.json").write_text(json.dumps(_config(stage, agent, f"/{name}", memory, args)))
     address = directory / "agent.sock"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(address))
@@ -210,6 +212,7 @@ class Result:
     ran_us: int = 0
     cpu_us: int = 0
     totals: dict[int, int] = field(default_factory=dict)
+    digests: dict[int, bytes] = field(default_factory=dict)
     output: dict[int, list[tuple[int, bytes]]] = field(default_factory=dict)
     error: tuple[int, int] | None = None
 
@@ -229,9 +232,8 @@ class Client:
     """The host's end."""
 
     def __init__(self, path: Path, hello: list[Field] | None = None, greet: bool = True) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock = self.dial(path)
         self.sock.settimeout(20)
-        self.sock.connect(str(path))
         self._decoder = Decoder()
         self._frames: list[tuple[Type, int, memoryview]] = []
         self.next = 1
@@ -240,6 +242,11 @@ class Client:
             self.send(Type.HELLO, 0, (Tag.VERSION, 1), *(default if hello is None else hello))
             ready = Fields(self.expect(Type.READY, 0))
             self.next = ready.integer(Tag.NEXT)
+
+    def dial(self, path: Path) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.connect(str(path))
+        return sock
 
     def close(self) -> None:
         self.sock.close()
@@ -398,8 +405,13 @@ def take(result: Result, kind: Type, payload: memoryview) -> bool:
         result.exit, result.signal = parsed.integer(Tag.EXIT), parsed.integer(Tag.SIGNAL)
         result.why, result.ran_us = parsed.integer(Tag.WHY), parsed.integer(Tag.RAN_US)
         result.cpu_us = parsed.integer(Tag.CPU_US)
-        streams = [int(v) for v in parsed.all(Tag.STREAM)]
-        result.totals = dict(zip(streams, [int(v) for v in parsed.all(Tag.TOTAL)], strict=True))
+        for tag, value in parsed.pairs():
+            if tag is Tag.STREAM:
+                stream = int(value)
+            elif tag is Tag.TOTAL:
+                result.totals[stream] = int(value)
+            elif tag is Tag.DIGEST:
+                result.digests[stream] = bytes(value)  # type: ignore[arg-type]
         return True
     return False
 

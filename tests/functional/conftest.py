@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +10,13 @@ from pathlib import Path
 import daemonkit
 import leftovers
 import pytest
-from daemonkit import BASE, Daemon, run
+from daemonkit import BASE, Daemon, run, started
+from erofs_kit import assert_clean
+from netkit import DNS4, SERVICES, World, nothing_more
 
 from dsecd.client import DSecSyncClient
 from dsecd.client_sync import SyncSandbox
+from dsecd.erofs.store import ImageStore
 
 HERE = Path(__file__).parent
 
@@ -34,32 +35,27 @@ def base_tar() -> Path:
     return daemonkit.base_tar()
 
 
-@pytest.fixture(scope="session")
-def backend() -> str:
-    """The backend that cases run on."""
-    return "container"
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """What a container can do, a microVM does the same: tests that take `backend` run on both, unless they say not."""
+    if "backend" in metafunc.fixturenames:
+        alone = metafunc.definition.get_closest_marker("containers_only") is not None
+        metafunc.parametrize("backend", ["container"] if alone else ["container", "microvm"], indirect=True)
 
 
-@contextlib.contextmanager
-def _running(directory: Path, watched: list[Path], images: Path | None = None) -> Iterator[Daemon]:
-    one = Daemon(directory)
-    watched += [one.directory, one.run_dir]
-    leftovers.tolerated.append(one.tolerates)
-    try:
-        if images is not None:  # immutable, so links will do
-            one.state.mkdir()
-            subprocess.run(["cp", "-al", images, one.state / "images"], check=True)
-        yield one.start()
-    finally:
-        left = one.destroy()
-        leftovers.tolerated.remove(one.tolerates)
-    assert not left, f"dsecd left behind: {left}"
+@pytest.fixture
+def backend(request: pytest.FixtureRequest) -> str:
+    """The backends that cases run on."""
+    if request.param == "microvm":
+        daemonkit.guest_kernels()
+        for one in daemonkit.running:
+            one.link_kernels()
+    return str(request.param)
 
 
 @pytest.fixture(scope="session")
 def daemon(tmp_path_factory: pytest.TempPathFactory, watched: list[Path], base_tar: Path) -> Iterator[Daemon]:
     """The daemon that most tests share. Do not stop it."""
-    with _running(tmp_path_factory.mktemp("daemon"), watched) as one:
+    with started(tmp_path_factory.mktemp("daemon"), watched) as one:
 
         async def fill() -> None:
             async with one.client() as client:
@@ -72,8 +68,51 @@ def daemon(tmp_path_factory: pytest.TempPathFactory, watched: list[Path], base_t
 @pytest.fixture
 def fresh_daemon(tmp_path_factory: pytest.TempPathFactory, watched: list[Path], daemon: Daemon) -> Iterator[Daemon]:
     """One for this test alone, with the same images: stop it, kill it, start it again."""
-    with _running(tmp_path_factory.mktemp("fresh"), watched, daemon.state / "images") as one:
+    with started(tmp_path_factory.mktemp("fresh"), watched, daemon.state / "images") as one:
         yield one
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """A host's network and what lies beyond it."""
+    made = World(tmp_path_factory.mktemp("world"))
+    try:
+        made.open()
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture(scope="session")
+def net_daemon(
+    tmp_path_factory: pytest.TempPathFactory, watched: list[Path], daemon: Daemon, world: World
+) -> Iterator[Daemon]:
+    """A daemon on that host: its sandboxes can have networks."""
+    config = {"network": {"resolvers": [DNS4]}, "services": SERVICES, "netns": world.host}
+    config |= {"id_first_slot": 4000, "id_last_slot": 4094}  # daemons of single tests on that host have others
+    with started(tmp_path_factory.mktemp("net"), watched, daemon.state / "images", **config) as one:
+        yield one
+
+
+@pytest.fixture
+def far(world: World, net_daemon: Daemon) -> Iterator[World]:
+    """What was seen on the far side since the test began; and of the test's networks nothing is left."""
+    world.forget()
+    with nothing_more(world, net_daemon):
+        yield world
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """For mounts of `store`."""
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def store(tmp_path: Path, run_dir: Path) -> Iterator[ImageStore]:
+    """An image store without a daemon; nothing half-made may stay in it."""
+    yield ImageStore(tmp_path / "images")
+    assert_clean(tmp_path / "images", run_dir)
 
 
 @pytest.fixture

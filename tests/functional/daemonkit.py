@@ -16,17 +16,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
 import leftovers
 
-from dsecd.client import DSecClient, DSecContainerRunArgs, Sandbox
+from dsecd.client import DSecClient, DSecContainerRunArgs, DSecMicroVMRunArgs, Sandbox
 from dsecd.erofs import fetch
-from dsecd.erofs.model import ImportJob
+from dsecd.vmm import kernel_jobs
+from dsecd.vmm.kernel import KernelStore
 from dsecd.wire import images as image_wire
+from dsecd.wire.kernels import ImportDeb
 
 T = TypeVar("T")
 
@@ -60,19 +62,17 @@ def base_tar() -> Path:
     with open(CACHE / "test-base.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
-            _bootstrap(suite, target)
+            bootstrap(suite, target, PACKAGES)
     return target
 
 
-def _bootstrap(suite: str, target: Path) -> None:
-    job = ImportJob(kind="base", name="x", origin="bootstrap", suite=suite, packages=PACKAGES, source="mmdebstrap")
-    with tempfile.TemporaryDirectory(dir=CACHE) as work, open(f"{work}/tar", "wb") as out:
-        fetching = fetch.mmdebstrap(job, Path(work))
-        assert fetching.process.stdout is not None
-        with fetching.process.stdout:
-            shutil.copyfileobj(fetching.process.stdout, out, 1 << 20)
-        fetch.check_bootstrap(fetching)
-        os.close(fetching.log)
+def bootstrap(suite: str, target: Path, packages: tuple[str, ...]) -> None:
+    """A Debian with these packages, as a tar that appears whole."""
+    with tempfile.TemporaryDirectory(dir=CACHE) as work:
+        command = ["mmdebstrap", "--quiet", "--mode=root", "--variant=minbase", "--format=tar"]
+        command += ["--include=" + ",".join(packages), suite, f"{work}/tar", *fetch.apt_sources(suite, Path(work))]
+        # Namespaces of its own: its mounts end with it.
+        subprocess.run(["unshare", "--mount", "--propagation=private", *command], check=True)
         os.rename(f"{work}/tar", target)
 
 
@@ -82,11 +82,30 @@ async def chunks_of(path: Path) -> AsyncIterator[bytes]:
             yield chunk
 
 
+KERNELS = CACHE / f"test-kernels-{host_suite()}"
+
+
+# -- the guest kernel -------------------------------------------------------------------------------------------------
+def guest_kernels() -> Path:
+    """A kernel store with the distribution's cloud kernel, imported once and kept."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with open(CACHE / "test-kernels.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        store = KernelStore(KERNELS)
+        if not store.list():
+            asyncio.run(kernel_jobs.import_deb(store, "cloud", ImportDeb().package))
+    return KERNELS
+
+
 # -- the daemon -------------------------------------------------------------------------------------------------------
 class Daemon:
     """One state directory and the daemon on it. `start` and `stop` as often as a test likes; `destroy` at the end."""
 
-    def __init__(self, directory: Path, **config: Any) -> None:
+    def __init__(
+        self, directory: Path, stores: dict[str, dict[str, Any]] | None = None,
+        devices: dict[str, dict[str, Any]] | None = None, services: dict[str, dict[str, Any]] | None = None,
+        netns: Path | None = None, **config: Any,
+    ) -> None:  # fmt: skip
         number = next(_numbers)
         self.directory = directory
         # A socket path is at most 107 bytes, and pytest's directories are long.
@@ -102,8 +121,11 @@ class Daemon:
             "run_dir": str(self.run_dir), "cgroup_base": self.cgroup_base, "log_level": "debug", "disk_pool_mb": 8192,
             # The shared daemon and each other one have ids of their own; a host's own most likely has lower ones.
             "id_first_slot": first, "id_last_slot": first + 999,
+            "vm_memory_dir": f"/dev/shm/dsecd-t{os.getpid()}-{number}",
             **config,
         }  # fmt: skip
+        self.stores, self.devices, self.services = stores or {}, devices or {}, services or {}
+        self.netns = netns  # a host's network of its own
         self.process: subprocess.Popen[bytes] | None = None
         self.pids: list[int] = []
         self.seen = 0  # of its log, when the test began
@@ -119,19 +141,44 @@ class Daemon:
         assert self.process is not None
         return self.process.pid
 
+    @property
+    def own_pid(self) -> int:
+        """As it knows itself."""
+        return self.pid
+
     def write_config(self) -> Path:
         path = self.directory / "dsecd.toml"
-        path.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in self.config.items()))
+        plain = {key: value for key, value in self.config.items() if not isinstance(value, dict)}
+        inner = {f"[{key}]\n": value for key, value in self.config.items() if isinstance(value, dict)}
+        tables = {"": plain} | inner | {f"[stores.{name}]\n": store for name, store in self.stores.items()}
+        tables |= {f"[devices.{name}]\n": pool for name, pool in self.devices.items()}
+        tables |= {f"[network.services.{name}]\n": service for name, service in self.services.items()}
+        lines = (head + "".join(f"{key} = {json.dumps(value)}\n" for key, value in table.items())
+                 for head, table in tables.items())  # fmt: skip
+        path.write_text("".join(lines))
         return path
+
+    @property
+    def enter(self) -> list[str]:
+        """What its command line begins with."""
+        return [] if self.netns is None else ["nsenter", f"--net={self.netns}", "--"]
 
     # -- life ---------------------------------------------------------------------------------------------------------
     def spawn(self) -> subprocess.Popen[bytes]:
         """The process alone, not waited for."""
         with open(self.log, "ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "dsecd.main", "-c", str(self.write_config())],
+                [*self.enter, sys.executable, "-m", "dsecd.main", "-c", str(self.write_config())],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/",
             )  # fmt: skip
+
+    def link_kernels(self) -> None:
+        """Give it the guest kernels that were imported for the tests, if they were."""
+        target = self.state / "kernels"
+        for path in KERNELS.glob("*/kernel.json"):
+            if not (target / path.parent.name).exists():
+                target.mkdir(mode=0o700, parents=True, exist_ok=True)
+                subprocess.run(["cp", "-al", path.parent, target], check=True)
 
     def start(self, timeout: float = 30.0) -> Daemon:
         """Start it and wait until it answers."""
@@ -142,7 +189,7 @@ class Daemon:
         while True:
             # Its own answer: a child of a killed one may hold the old socket until it comes to its exec.
             with contextlib.suppress(OSError, ValueError):
-                if self.ask("daemon.hello", timeout=timeout)["result"]["pid"] == self.pid:
+                if self.ask("daemon.hello", timeout=timeout)["result"]["pid"] == self.own_pid:
                     break
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"dsecd did not start (status {self.process.poll()}):\n{self.tail()}")
@@ -189,6 +236,10 @@ class Daemon:
         found = leftovers.mounts_below([self.run_dir]) | {
             item for item in leftovers.cgroups_named(os.getpid()) if re.search(re.escape(self.cgroup_base) + "/.", item)
         }
+        memory = Path(str(self.config["vm_memory_dir"]))
+        if memory.exists():
+            found |= {f"guest RAM {path}" for path in memory.iterdir()}
+            shutil.rmtree(memory)
         self._clear()
         return sorted(found)
 
@@ -251,13 +302,31 @@ class Daemon:
 
     def tolerates(self, item: str) -> bool:
         """Things of a running daemon that come by themselves and stay: mounted images, the parent groups."""
-        return item.startswith(f"mount {self.run_dir}/images/") or (
+        return item.startswith((f"mount {self.run_dir}/images/", f"mount {self.run_dir}/net/router")) or (
             item.startswith("cgroup ") and item.endswith(self.cgroup_base)
         )
 
     # -- shortcuts ----------------------------------------------------------------------------------------------------
     async def import_tar(self, client: DSecClient, path: Path, name: str = BASE, **params: Any) -> image_wire.Image:
         return await client.import_image(image_wire.Import(name=name, **params), chunks_of(path))
+
+
+@contextlib.contextmanager
+def started(directory: Path, watched: list[Path], images: Path | None = None, **config: Any) -> Iterator[Daemon]:
+    """A daemon for a fixture: gone at the end, and nothing is left of it. images: of another one, to begin with."""
+    one = Daemon(directory, **config)
+    watched += [one.directory, one.run_dir]
+    leftovers.tolerated.append(one.tolerates)
+    try:
+        if images is not None:  # immutable, so links will do
+            one.state.mkdir()
+            subprocess.run(["cp", "-al", images, one.state / "images"], check=True)
+        one.link_kernels()
+        yield one.start()
+    finally:
+        left = one.destroy()
+        leftovers.tolerated.remove(one.tolerates)
+    assert not left, f"dsecd left behind: {left}"
 
 
 def asynchronous(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -270,15 +339,19 @@ def asynchronous(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[...
     return plain
 
 
-def container_args(**args: Any) -> DSecContainerRunArgs:
+def container_values(args: dict[str, Any]) -> dict[str, Any]:
     """Small ones from the test base."""
-    values: dict[str, Any] = {"container_image": BASE, "memory_limit_mb": 256, "disk_limit_mb": 512, **args}
-    return DSecContainerRunArgs(**values)
+    return {"container_image": BASE, "memory_limit_mb": 256, "disk_limit_mb": 512, **args}
+
+
+def container_args(**args: Any) -> DSecContainerRunArgs:
+    return DSecContainerRunArgs(**container_values(args))
 
 
 async def launch(client: DSecClient, backend: str = "container", **args: Any) -> Sandbox:
     """A sandbox of that backend."""
-    assert backend == "container", f"no way to start a {backend} yet"
+    if backend == "microvm":
+        return await client.run_microvm(DSecMicroVMRunArgs(**container_values(args)), timeout=180)
     return await client.run_container(container_args(**args), timeout=60)
 
 
@@ -291,6 +364,11 @@ async def sandbox_of(daemon: Daemon, backend: str = "container", **args: Any) ->
             yield sandbox
         finally:
             await sandbox.stop()
+
+
+def patience(backend: str) -> int:
+    """By what a bound on time is multiplied: guests without KVM run emulated, and all of a test host's at once."""
+    return 1 if backend == "container" else 20
 
 
 class Clock:
@@ -312,5 +390,7 @@ async def names_running(sandbox: Sandbox) -> list[str]:
 
 
 def init_pid(daemon: Daemon, sandbox: Sandbox) -> int:
-    """The host's pid of the sandbox's init."""
-    return int((daemon.run_dir / "sandboxes" / sandbox.id / "pid").read_text())
+    """The host's pid of the sandbox's init, or of its VMM."""
+    directory = daemon.run_dir / "sandboxes" / sandbox.id
+    vmm = directory / "vmm.pid"
+    return int((vmm if vmm.exists() else directory / "pid").read_text().split()[0])

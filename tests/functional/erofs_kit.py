@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import hashlib
 import io
@@ -17,9 +18,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 
+from dsecd.erofs import importer
 from dsecd.erofs.jobs import run_import
 from dsecd.erofs.model import ImportJob, Limits, Manifest, Progress
 from dsecd.erofs.mount import MountTable
@@ -76,6 +79,20 @@ def tar_of_directory(directory: Path) -> bytes:
     return subprocess.run(["tar", "-C", directory, "-cf", "-", "."], check=True, capture_output=True).stdout
 
 
+def sparse_tar(work: Path) -> tuple[int, dict[int, bytes], bytes]:
+    """A file `big` of more than 6 GiB, nearly all of it holes: its size, what is where, and GNU tar's archive of it."""
+    source = work / "source"
+    source.mkdir()
+    size, marks = (6 << 30) + 1, {0: b"start", (4 << 30) - 3: b"across four gibibytes", (5 << 30) + 12345: b"end"}
+    with (source / "big").open("wb") as f:
+        for at, mark in marks.items():
+            f.seek(at)
+            f.write(mark)
+        f.truncate(size)
+    tar = ["tar", "-C", source, "--sparse", "-cf", "-", "."]
+    return size, marks, subprocess.run(tar, check=True, capture_output=True).stdout
+
+
 @contextlib.contextmanager
 def input_of(data: bytes) -> Iterator[int]:
     with tempfile.TemporaryFile() as f:
@@ -101,6 +118,15 @@ async def imported(
 
 def import_now(store: ImageStore, data: bytes, **fields: Any) -> Manifest:
     return asyncio.run(imported(store, data, **fields))
+
+
+def quick(store: ImageStore, data: bytes, name: str, kind: str = "base", *, store_name: str = "") -> Manifest:
+    """An import in this process, which keeps its rights: for tests that need many and are not about importing."""
+    job = msgspec.convert({"kind": kind, "name": name, "store": store_name}, ImportJob)
+    kept = mock.patch.object(importer, "drop_privileges", lambda: None)
+    with kept, input_of(data) as fd, store.workspace() as work, open(os.devnull, "wb") as null:
+        built = importer.run(work.path, fd, job, Limits(), importer.Reporter(null.fileno()))
+        return store.commit(work, built, job)
 
 
 def tree_of(top: Path) -> dict[str, Any]:
@@ -154,9 +180,18 @@ async def mounted_tree(store: ImageStore, run_dir: Path, manifest: Manifest, **t
         await table.close()
 
 
+LOGIN = "imager:sesame"
+
+
+def authfile(path: Path, address: str, login: str = LOGIN) -> Path:
+    """As containers-auth.json(5) says."""
+    path.write_text(json.dumps({"auths": {address: {"auth": base64.b64encode(login.encode()).decode()}}}))
+    return path
+
+
 @contextlib.contextmanager
-def registry(tmp_path: Path) -> Iterator[str]:
-    """docker-registry on a loopback port of its own."""
+def registry(tmp_path: Path, *, closed: bool = False) -> Iterator[str]:
+    """docker-registry on a loopback port of its own. closed: to all but LOGIN."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{s.getsockname()[1]}"
@@ -164,6 +199,13 @@ def registry(tmp_path: Path) -> Iterator[str]:
     config.write_text(
         f"version: 0.1\nstorage: {{filesystem: {{rootdirectory: {tmp_path}/registry}}}}\nhttp: {{addr: '{address}'}}\n"
     )
+    if closed:
+        name, _, password = LOGIN.partition(":")
+        bcrypt = ["perl", "-e", "print crypt($ARGV[0], '$2y$05$' . 'abcdefghijklmnopqrstuu')", password]
+        hashed = subprocess.run(bcrypt, check=True, capture_output=True, text=True).stdout
+        (tmp_path / "htpasswd").write_text(f"{name}:{hashed}\n")
+        with config.open("a") as f:
+            f.write(f"auth: {{htpasswd: {{realm: tests, path: {tmp_path}/htpasswd}}}}\n")
     process = subprocess.Popen(
         ["docker-registry", "serve", config], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import random
@@ -15,6 +16,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 from erofs_kit import Tar, import_now
 
 from dsecd.erofs.lazy import lazy_drivers
@@ -59,13 +61,24 @@ class Far:
 
 
 class World:
-    """One host: images, cache, page server, mounts. The event loop of the mount table runs in a thread."""
+    """One host: images, cache, page server, mounts. The event loop of the mount table runs in a thread.
 
-    def __init__(self, top: Path, **config: Any) -> None:
+    there: a real shared directory, and then the page server is the real one, too; else a store that has moods. more:
+    other stores.
+    """
+
+    def __init__(
+        self, top: Path, there: Path | None = None, *, direct: bool = False,
+        more: dict[str, StoreConfig] | None = None, **config: Any,
+    ) -> None:  # fmt: skip
         self.top = top
-        self.far = Far(top / "far")
-        self.images = ImageStore(top / "images", stores={"far": self.far.path}, data_store="far")
-        stores = {"far": StoreConfig(kind="path", path=str(self.far.path))}
+        if there is None:
+            self.far = Far(top / "far")
+            there, self._program = self.far.path, (sys.executable, str(SERVER))
+        else:
+            self._program = ()
+        stores = {"far": StoreConfig(kind="path", path=str(there), direct=direct), **(more or {})}
+        self.images = ImageStore(top / "images", stores=stores, data_store="far", owner=top.name)
         fields: dict[str, Any] = {"cache_dir": str(top / "cache"), "deadline_s": 2.0, "stores": stores} | config
         self.config = PagesConfig(run_dir=str(top / "pages"), **fields)
         self.loop = asyncio.new_event_loop()
@@ -76,7 +89,7 @@ class World:
 
     def begin(self) -> None:
         """What a daemon does at its start."""
-        self.pages = Pages(self.config, (sys.executable, str(SERVER)))
+        self.pages = Pages(self.config, self._program)
         self.table = MountTable(self.top / "run", self.images, linger_s=0, drivers=lazy_drivers(self.pages))
 
     def image(self, files: dict[str, bytes], name: str = "x") -> Manifest:
@@ -139,13 +152,41 @@ class World:
         assert servers(self.top) == [], (self.config.run / "log").read_text()[-2000:]
 
 
+@contextlib.contextmanager
+def worlds(top: Path, kind: type[World] = World, **always: Any) -> Iterator[Callable[..., World]]:
+    """Makes hosts, each in a directory of its own below `top`, and ends them all. always: what each is given."""
+    made: list[World] = []
+
+    def one(there: Path | None = None, **config: Any) -> World:
+        directory = top / f"world{len(made)}"
+        directory.mkdir()
+        made.append(kind(directory, there, **always | config))
+        return made[-1]
+
+    yield one
+    for world in made:
+        world.end()
+
+
+def falls_back(world: World, driver: str, why: str) -> None:
+    """An image is mounted by loop, because `driver` cannot be used, and its probe says why."""
+    content = os.urandom(1 << 20)
+    image = world.image({"a": content})
+    mount = world.acquire(image)
+    assert mount.driver == "loop"
+    assert (Path(mount.path) / "a").read_bytes() == content
+    probes = {probe.driver: probe for probe in world.do(world.table.probe())}
+    assert not probes[driver].usable and why in probes[driver].why
+    world.release(image)
+
+
 def servers(top: Path) -> list[int]:
     """Page servers of this test."""
     found = []
     for process in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             command = process.read_bytes()
-            if SERVER.name.encode() in command and os.fsencode(top) in command:
+            if (SERVER.name.encode() in command or b"dsecd.erofs.pages" in command) and os.fsencode(top) in command:
                 found.append(int(process.parent.name))
     return found
 
@@ -155,6 +196,20 @@ def until(what: Callable[[], object], say: str, timeout: float = 10.0) -> None:
     while not what():
         assert time.monotonic() < end, f"not within {timeout} s: {say}"
         time.sleep(0.02)
+
+
+def eio(path: Path, offset: int = 0) -> None:
+    """A read there is refused."""
+    with path.open("rb", buffering=0) as f, pytest.raises(OSError) as caught:
+        os.pread(f.fileno(), 4096, offset)
+    assert caught.value.errno == errno.EIO
+
+
+def drop_caches(top: Path, files: dict[str, bytes]) -> None:
+    """The next read of these files asks for their data again."""
+    for name in files:
+        with (top / name).open("rb") as f:
+            os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def read_all(top: Path, files: dict[str, bytes]) -> None:

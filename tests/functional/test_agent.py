@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import random
 import signal
 import statistics
 import subprocess
@@ -16,15 +18,14 @@ from agent_box import COMMAND_CAPS, NATIVE, Box, Client, Result, client, rootfs,
 
 from dsecd.agent.frames import Fields, Tag, Type, parse_output
 
-TTY, STDIN, CONTROL, QUIET = 1, 2, 4, 8
+TTY, STDIN, CONTROL, QUIET, FOLLOW = 1, 2, 4, 8, 16
 ALL, FOREGROUND, REST = 1, 2, 4
 FORK, EXEC, USER, CHDIR = 1, 2, 3, 4
 
 
 def kill_sleeps(client: Client) -> None:
     """Not before they are what they will be: between fork and exec they have the shell's name."""
-    until(lambda: b" sleep " in client.run("ps").stdout, "no sleep has started")
-    client.shell("killall sleep")
+    until(lambda: client.shell("killall sleep").exit == 0, "no sleep has started")
 
 
 def settled(sandbox: Box) -> None:
@@ -92,6 +93,38 @@ def test_the_cap_is_exact(client: Client, size: int) -> None:
     got = {offset + i: byte for offset, piece in pieces for i, byte in enumerate(piece)}
     kept = set(range(min(size, 50))) | set(range(max(0, size - 50), size))
     assert got == {i: data[i] for i in kept}
+
+
+# a cap, what is written: around the cap, around what the ring has beyond its tail, around it several times
+@pytest.mark.parametrize(
+    ("cap", "size"),
+    [(100, 100), (100, 101), (100, 5000), (0, 1), (0, 200_000), (1, 65_537), (65_536, 65_537), (65_536, 163_840),
+     (65_536, 163_841), (131_073, 1_000_003), (1 << 20, 5_000_001)],
+)  # fmt: skip
+def test_what_is_dropped_is_summed(client: Client, cap: int, size: int) -> None:
+    """The digest is that of the bytes between the kept head and the kept tail: no byte more, none less."""
+    data = random.Random(size).randbytes(size)
+    client.write("/tmp/data", data)
+    for reader in ("cat /tmp/data", "dd if=/tmp/data bs=4097 2>/dev/null", "cat /tmp/data >&2"):
+        result = client.shell(reader, cap=cap)
+        stream = 2 if ">&2" in reader else 1
+        head, tail = (cap + 1) // 2, cap // 2
+        dropped = data[head : size - tail] if size > cap else b""
+        assert result.stream(stream) == data[:head] + data[max(head, size - tail) :]
+        assert result.digests == ({stream: hashlib.sha256(dropped).digest()} if dropped else {}), reader
+
+
+def test_what_is_dropped_is_summed_while_it_is_followed(client: Client) -> None:
+    """The follower had every byte; the digest is still that of what is not kept, also when EXIT is asked for again."""
+    channel = client.exec("seq", "1", "100000", cap=1000, flags=QUIET | FOLLOW)
+    for stream in (1, 2):
+        client.send(Type.FOLLOW, channel, (Tag.STREAM, stream), (Tag.OFFSET, 0), (Tag.LIMIT, 1 << 20))
+    followed = client.finish(channel, forget=False)
+    client.send(Type.FETCH, channel)
+    fetched = client.finish(channel)
+    assert len(followed.stdout) == followed.totals[1] > 500_000
+    expected = {1: hashlib.sha256(followed.stdout[500:-500]).digest()}
+    assert followed.digests == fetched.digests == expected
 
 
 def test_a_flood_of_stdout_leaves_stderr_alone(client: Client) -> None:
@@ -385,7 +418,8 @@ def test_stdin_beyond_its_credit_ends_the_link(client: Client, sandbox: Box) -> 
 
 def test_following_in_small_steps_loses_nothing(client: Client) -> None:
     """Far more than is kept passes through, because the process waits."""
-    channel = client.exec("seq", "1", "300000", cap=1000)
+    # Not before somebody follows: what is over the cap until then is dropped (seen under load).
+    channel = client.exec("sh", "-c", "sleep 1; exec seq 1 300000", cap=1000)
     client.send(Type.FOLLOW, channel, (Tag.STREAM, 1), (Tag.OFFSET, 0), (Tag.LIMIT, 100_000))
     client.send(Type.FOLLOW, channel, (Tag.STREAM, 2), (Tag.OFFSET, 0), (Tag.LIMIT, 100_000))
     result, size, limit = Result(), 0, 100_000
@@ -425,9 +459,10 @@ def test_a_slow_follower_makes_the_process_wait(client: Client, sandbox: Box) ->
 
 
 def test_following_late_shows_the_gap(client: Client) -> None:
-    channel = client.exec("sh", "-c", "seq 1 100000; sleep 0.3; echo end", cap=1000, flags=QUIET)
+    line = "rm -f /tmp/told; seq 1 100000; touch /tmp/told; sleep 1; echo end"
+    channel = client.exec("sh", "-c", line, cap=1000, flags=QUIET)
     client.expect(Type.STARTED, channel)
-    time.sleep(0.2)
+    until(lambda: client.shell("test -e /tmp/told").exit == 0, "it told nothing")
     client.send(Type.FOLLOW, channel, (Tag.STREAM, 1), (Tag.OFFSET, 0), (Tag.LIMIT, 1 << 20))
     result = client.finish(channel)
     offsets = [(offset, len(data)) for offset, data in result.output[1]]
@@ -510,14 +545,15 @@ def test_stdin_goes_on_over_a_new_connection(client: Client, sandbox: Box) -> No
     limit = Fields(client.expect(Type.CREDIT, channel)).integer(Tag.LIMIT)
     client.expect(Type.STARTED, channel)
     client.raw(Type.STDIN, channel, b"x" * limit)
-    while Fields(client.expect(Type.CREDIT, channel)).integer(Tag.LIMIT) < 2 * limit:
-        pass
+    while Fields(client.expect(Type.CREDIT, channel)).integer(Tag.LIMIT) <= 2 * limit - limit // 4:
+        pass  # it is renewed in quarters: the last of them may never come
     client.close()
     with Client(sandbox.socket) as later:
         later.send(Type.FETCH, channel)
         credit = Fields(later.expect(Type.CREDIT, channel)).integer(Tag.LIMIT)
-        assert credit == limit, "it counts what this connection sends"
-        later.expect(Type.STARTED, channel)
+        assert limit - limit // 4 < credit <= limit, "it counts what this connection sends"
+        while later.recv()[0] is Type.CREDIT:  # it may have read on meanwhile; then comes STARTED
+            pass
         later.raw(Type.STDIN, channel, b"y" * credit)
         later.raw(Type.STDIN_EOF, channel)
         result = later.finish(channel)
@@ -625,10 +661,11 @@ def test_typing_resizing_and_hanging_up(client: Client) -> None:
 
 
 def test_interrupting_the_foreground(client: Client) -> None:
-    channel = client.exec("sh", "-i", "-c", "trap 'echo shell' INT; sleep 100; echo after", flags=TTY)
+    channel = client.exec("sh", "-i", "-c", "trap 'echo shell' INT; sleep 1037; echo after", flags=TTY)
     client.expect(Type.CREDIT, channel)
     client.expect(Type.STARTED, channel)
-    until(lambda: b"sleep 100" in client.run("ps").stdout, "sleep did not start")
+    # The shell's own line has these words, too, and does not end with them.
+    until(lambda: b" sleep 1037\n" in client.run("ps").stdout, "sleep did not start")
     client.send(Type.KILL, channel, (Tag.SIGNAL, signal.SIGINT), (Tag.FLAGS, FOREGROUND))
     assert b"after" in client.finish(channel).stdout
 
@@ -662,9 +699,17 @@ def test_descriptors_do_not_leak(client: Client, sandbox: Box) -> None:
             client.run("nothing-of-the-kind", flags=flags)
     client.raw(Type.PING, 0, b"x")
     client.expect(Type.PONG, 0)
-    assert count() == before
+    until(lambda: count() == before, "descriptors are left")
 
 
 def test_the_agent_refuses_to_start_without_its_descriptors() -> None:
     ran = subprocess.run([NATIVE / "dsec-agent"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert ran.returncode == 1 and "fd 3 is not a listening socket" in ran.stderr
+
+
+@pytest.mark.parametrize("kind", [Type.STATS, Type.WAKE, Type.KNOBS, Type.KNOB_READ])
+def test_what_only_a_machine_is_asked(client: Client, kind: Type) -> None:
+    with pytest.raises(OSError) as caught:
+        client.call(kind)
+    assert caught.value.errno == errno.EOPNOTSUPP
+    assert client.run("true").exit == 0

@@ -22,6 +22,8 @@ from dsecd.wire import files
 from dsecd.wire import images as image_wire
 from dsecd.wire import sandbox as wire
 
+pytestmark = pytest.mark.containers_only("refused before any backend")
+
 HOST_MEMORY_MB = (os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) >> 20
 HOST_CPUS = len(os.sched_getaffinity(0))
 
@@ -78,11 +80,12 @@ async def test_nul_and_nonsense_in_spec(daemon: Daemon, backend: str, field: str
 
 @asynchronous
 async def test_network_is_refused_not_forgotten(daemon: Daemon) -> None:
-    """Access that cannot be given yet is `unsupported`; denied access is what every sandbox has."""
+    """A service that the configuration does not have is `invalid`, granted or denied, and no sandbox is made."""
     async with daemon.client() as client:
         with pytest.raises(DsecError, match="pypi") as caught:
-            await client.run_container(container_args(network_rules={"pypi": True, "x": False}))
-        assert caught.value.kind == "unsupported"
+            await client.run_container(container_args(network_rules={"pypi": True}, labels={"net": "none"}))
+        assert caught.value.kind == "invalid"
+        assert not await client.list({"net": "none"})
 
 
 @asynchronous
@@ -191,6 +194,9 @@ async def test_unknown_commands_and_sessions(daemon: Daemon, backend: str) -> No
         with pytest.raises(DsecError) as caught:
             await (await sandbox.connect_port(9)).read()
         assert caught.value.kind == "not_found", "nobody listens there"
+        with pytest.raises(DsecError, match="screen") as caught:
+            await (await sandbox.connect_vnc()).read()
+        assert caught.value.kind == "unsupported"
         with pytest.raises(DsecError, match="argv or shell") as caught:
             await sandbox.exec([])
         assert caught.value.kind == "invalid"
@@ -242,7 +248,7 @@ async def test_import_that_breaks_off(daemon: Daemon, store: list[str], base_tar
     with open(base_tar, "rb") as file:
         head = file.read(8 << 20)
     async with daemon.client() as client:
-        pending = client.peer.start("image.import", image_wire.Import(name="half:1"))
+        pending = await client.begin("image.import", image_wire.Import(name="half:1"))
         assert pending.outflow is not None
         await pending.outflow.write(head)
     async with asyncio.timeout(10):
@@ -301,14 +307,14 @@ async def test_upload_that_lies_about_its_offsets(daemon: Daemon, backend: str) 
     """Stream data out of order fails the call, and no half of the file appears."""
     async with sandbox_of(daemon, backend) as sandbox:
         async with daemon.client() as client:
-            pending = client.peer.start("file.write", files.Write(id=sandbox.id, path="/f", stream=True))
+            pending = await client.begin("file.write", files.Write(id=sandbox.id, path="/f", stream=True))
             assert pending.outflow is not None
             await pending.outflow.write(b"x" * 1000)
             pending.outflow.sent += 5
             await pending.outflow.write(b"y" * 1000)
-            client.peer.end_upload(pending)
+            pending.end_upload()
             with pytest.raises(DsecError) as caught:
-                await client.peer.finish(pending)
+                await pending.finish()
             assert caught.value.kind == "invalid"
         names = [entry.name for entry in await sandbox.list_dir("/")]
         assert not [name for name in names if name.startswith(("f", ".f", ".dsec"))], names

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from daemonkit import Clock, Daemon, asynchronous, names_running, sandbox_of
+from daemonkit import Clock, Daemon, asynchronous, names_running, patience, sandbox_of
 
 from dsecd.client import DsecError
 
@@ -145,7 +145,7 @@ async def test_case_15_swapped_link(daemon: Daemon, backend: str, canary: Path, 
     async with sandbox_of(daemon, backend) as sandbox:
         await sandbox.mkdir("/t")
         swapper = await sandbox.start(["python3", "-c", SWAPPER.format(target=str(canary))])
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(5 * patience(backend)):
             while "ready" not in [entry.name for entry in await sandbox.list_dir("/t")]:
                 await asyncio.sleep(0.01)
         seen = set()
@@ -222,7 +222,7 @@ async def test_case_16_odd_names_up_and_down(daemon: Daemon, backend: str, tmp_p
         for path in (os.path.join(top, name), os.path.join(top, b"dir " + name[:200], name)):
             with open(path, "wb") as file:
                 file.write(b"content of " + name)
-    async with asyncio.timeout(30), sandbox_of(daemon, backend) as sandbox:
+    async with asyncio.timeout(30 * patience(backend)), sandbox_of(daemon, backend) as sandbox:
         assert (await sandbox.upload(tmp_path / "odd", "/odd")).issues == []
         listed = {e.name_raw or e.name.encode(): e.type for e in await sandbox.list_dir("/odd")}
         assert listed == dict.fromkeys(ODD_NAMES, "file") | {b"dir " + name[:200]: "dir" for name in ODD_NAMES}
@@ -251,10 +251,10 @@ async def test_case_16_special_files_are_reported(daemon: Daemon, backend: str, 
     (up / "plain").write_text("plain")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(up / "sock")[-100:] if len(str(up)) > 90 else str(up / "sock"))
-        async with asyncio.timeout(20), sandbox_of(daemon, backend) as sandbox:
+        async with asyncio.timeout(20 * patience(backend)), sandbox_of(daemon, backend) as sandbox:
             with Clock() as clock:
                 report = await sandbox.upload(up, "/up")
-            assert clock.took < 5
+            assert clock.took < 5 * patience(backend)
             here = {entry.name: entry.type for entry in await sandbox.list_dir("/up")}
             assert here["plain"] == "file"
             for name in ("fifo", "sock"):

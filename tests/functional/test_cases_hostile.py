@@ -12,6 +12,8 @@ from daemonkit import Daemon, asynchronous, init_pid, launch, names_running, san
 
 from dsecd.client import DsecError, Sandbox
 
+pytestmark = pytest.mark.containers_only("about the host's side; test_vm_agent.py attacks from inside a guest")
+
 
 async def output(sandbox: Sandbox, line: str, **options: object) -> str:
     """stdout of a line that must succeed."""

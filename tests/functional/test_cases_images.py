@@ -1,8 +1,10 @@
-"""Cases 17 to 21, seen from inside a sandbox through the whole daemon. The image level has tests of its own."""
+"""Cases 17 to 21, seen from inside a sandbox through the whole daemon: images that lie here, and images that are filled
+while they are read. The image level has tests of its own.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import json
 import os
 import stat
 import subprocess
@@ -12,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from daemonkit import BASE, Daemon, asynchronous, launch, run, sandbox_of
+from daemonkit import Daemon, asynchronous, launch, run, sandbox_of, started
 from erofs_kit import TRICKY, Tar, expected, tar_of_directory
 
 from dsecd.client import DSecClient, DsecError, Sandbox
 from dsecd.wire import images as image_wire
+
+pytestmark = pytest.mark.containers_only("about what images become; a guest mounts the same files")
 
 HERE = Path(__file__).parent
 KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "dir", stat.S_IFLNK: "symlink", stat.S_IFIFO: "fifo", stat.S_IFCHR: "char"}
@@ -31,22 +35,66 @@ async def import_bytes(client: DSecClient, name: str, data: bytes, **params: Any
     return await client.import_image(image_wire.Import(name=name, **params), pieces(data))
 
 
+class Place:
+    """A daemon, and where the data of its images is: `local`, or on a store that is read on demand."""
+
+    def __init__(self, daemon: Daemon, store: str, top: Path) -> None:
+        self.daemon = daemon
+        self.store = store
+        self.top = top
+        self.lazy = store != "local"
+
+    async def put(self, client: DSecClient, name: str, data: bytes, **params: Any) -> image_wire.Image:
+        return await import_bytes(client, name, data, store=self.store, **params)
+
+    def data(self, digest: str) -> Path:
+        hexa = digest.removeprefix("sha256:")
+        return self.top / (f"{hexa}.data" if self.lazy else f"{hexa}/data")
+
+
+@pytest.fixture(scope="module", params=["local", "lazy"])
+def place(
+    request: pytest.FixtureRequest, daemon: Daemon, tmp_path_factory: pytest.TempPathFactory, watched: list[Path],
+    base_tar: Path,
+) -> Iterator[Place]:  # fmt: skip
+    if request.param == "local":
+        yield Place(daemon, "local", daemon.state / "images")
+        return
+    directory = tmp_path_factory.mktemp("lazy")
+    far = directory / "far"
+    far.mkdir()
+    with started(
+        directory, watched, stores={"far": {"kind": "path", "path": str(far)}}, image_read_timeout_s=2.0
+    ) as one:
+
+        async def fill() -> None:
+            async with one.client() as client:
+                await one.import_tar(client, base_tar, store="far")
+                sandbox = await launch(client)  # the page server is there before any test looks around
+                (note,) = (one.run_dir / "images").glob("*.json")
+                assert json.loads(note.read_bytes())["driver"] == "fanotify"
+                await sandbox.stop()
+
+        run(fill())
+        yield Place(one, "far", far)
+
+
 @pytest.fixture(scope="module")
-def tricky(daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def tricky(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The tricky image, and a toolkit with the program that describes it from inside."""
     program = tmp_path_factory.mktemp("tools") / "tree"
     subprocess.run(["cc", "-static", "-O1", "-o", program, HERE / "inside_tree.c"], check=True)
     tools = Tar().dir("opt").file("opt/tree", program.read_bytes(), mode=0o755)
 
     async def fill() -> None:
-        async with daemon.client() as client:
-            await import_bytes(client, "tricky:1", tar_of_directory(TRICKY), format="oci")
-            await import_bytes(client, "tools:1", tools.done(), kind="toolkit")
+        async with place.daemon.client() as client:
+            await place.put(client, "tricky:1", tar_of_directory(TRICKY), format="oci")
+            await place.put(client, "tools:1", tools.done(), kind="toolkit")
 
     run(fill())
     yield "tricky:1"
     for name in ("tricky:1", "tools:1"):
-        daemon.ask("image.remove", {"ref": name})
+        place.daemon.ask("image.remove", {"ref": name})
 
 
 async def described(sandbox: Sandbox) -> dict[str, Any]:
@@ -80,9 +128,9 @@ async def described(sandbox: Sandbox) -> dict[str, Any]:
 
 
 @asynchronous
-async def test_cases_17_to_20_tricky_tree_inside(daemon: Daemon, backend: str, tricky: str) -> None:
+async def test_cases_17_to_20_tricky_tree_inside(place: Place, backend: str, tricky: str) -> None:
     """Inside a sandbox every entry, hard link, mode, owner, xattr and name of the image is as umoci unpacks it."""
-    async with sandbox_of(daemon, backend, container_image=tricky, toolkits=["tools:1"]) as sandbox:
+    async with sandbox_of(place.daemon, backend, container_image=tricky, toolkits=["tools:1"]) as sandbox:
         found, want = await described(sandbox), expected()
         assert found["tree"].keys() == want["tree"].keys()
         for key, entry in want["tree"].items():
@@ -91,11 +139,11 @@ async def test_cases_17_to_20_tricky_tree_inside(daemon: Daemon, backend: str, t
 
 
 @asynchronous
-async def test_case_17_hard_links_stay_links_when_written(daemon: Daemon, backend: str) -> None:
+async def test_case_17_hard_links_stay_links_when_written(place: Place, backend: str) -> None:
     """Links of one layer share their inode; git's own check passes on a repository that came in an image."""
     data = Tar().dir("w").file("w/a", b"one").link("w/b", "w/a").done()
-    async with daemon.client() as client:
-        await import_bytes(client, "links:1", data, kind="workspace")
+    async with place.daemon.client() as client:
+        await place.put(client, "links:1", data, kind="workspace")
         sandbox = await launch(client, backend, workspace="links:1")
         try:
             result = await sandbox.run_shell("stat -c '%i %h' /w/a /w/b")
@@ -104,13 +152,13 @@ async def test_case_17_hard_links_stay_links_when_written(daemon: Daemon, backen
             assert first.split()[1] == "2"
         finally:
             await sandbox.stop()
-        daemon.ask("image.remove", {"ref": "links:1"})
+        place.daemon.ask("image.remove", {"ref": "links:1"})
 
 
 @asynchronous
-async def test_case_18_setuid_works_for_the_sandboxes_own_users(daemon: Daemon, backend: str) -> None:
+async def test_case_18_setuid_works_for_the_sandboxes_own_users(place: Place, backend: str) -> None:
     """A setuid-root program of the image makes uid 1000 root inside; a file capability is honoured there too."""
-    async with sandbox_of(daemon, backend) as sandbox:
+    async with sandbox_of(place.daemon, backend) as sandbox:
         made = await sandbox.run_shell("cp /usr/bin/id /usr/bin/suid-id && chmod 4755 /usr/bin/suid-id")
         assert made.exit_code == 0, made.stderr
         assert (await sandbox.exec(["suid-id", "-u"], user="1000")).stdout == "0\n"
@@ -120,9 +168,9 @@ async def test_case_18_setuid_works_for_the_sandboxes_own_users(daemon: Daemon, 
 
 
 @asynchronous
-async def test_case_20_image_without_a_shell(daemon: Daemon, backend: str, tricky: str) -> None:
+async def test_case_20_image_without_a_shell(place: Place, backend: str, tricky: str) -> None:
     """No /bin/sh, no /tmp, an empty /etc/hosts: it starts, and a shell line says that /bin/sh is missing."""
-    async with sandbox_of(daemon, backend, container_image=tricky, toolkits=["tools:1"]) as sandbox:
+    async with sandbox_of(place.daemon, backend, container_image=tricky, toolkits=["tools:1"]) as sandbox:
         assert sandbox.info.state == "running"
         with pytest.raises(DsecError, match=r"/bin/sh: cannot execute: No such file") as caught:
             await sandbox.run_shell("true")
@@ -135,10 +183,10 @@ async def test_case_20_image_without_a_shell(daemon: Daemon, backend: str, trick
 
 
 @asynchronous
-async def test_case_20_empty_image(daemon: Daemon, backend: str) -> None:
+async def test_case_20_empty_image(place: Place, backend: str) -> None:
     """An image of one empty file: no directory to mount /proc on, and still it starts; files work."""
-    async with daemon.client() as client:
-        await import_bytes(client, "empty:1", Tar().file("only").done())
+    async with place.daemon.client() as client:
+        await place.put(client, "empty:1", Tar().file("only").done())
         sandbox = await launch(client, backend, container_image="empty:1")
         try:
             assert await sandbox.read_file("/only") == b""
@@ -148,13 +196,13 @@ async def test_case_20_empty_image(daemon: Daemon, backend: str) -> None:
             assert caught.value.kind == "not_found"
         finally:
             await sandbox.stop()
-        daemon.ask("image.remove", {"ref": "empty:1"})
+        place.daemon.ask("image.remove", {"ref": "empty:1"})
 
 
 @asynchronous
-async def test_case_20_etc_is_links(daemon: Daemon, backend: str) -> None:
+async def test_case_20_etc_is_links(place: Place, backend: str) -> None:
     """/etc, /proc and /dev of an image that are links or files: started, or refused with a reason."""
-    async with daemon.client() as client:
+    async with place.daemon.client() as client:
         for number, data in enumerate((
             Tar().symlink("etc", "/nowhere").file("x").done(),
             Tar().symlink("proc", "/tmp").dir("tmp").done(),
@@ -163,23 +211,26 @@ async def test_case_20_etc_is_links(daemon: Daemon, backend: str) -> None:
             Tar().file("proc", b"a file").done(),
         )):  # fmt: skip
             name = f"odd:{number}"
-            await import_bytes(client, name, data)
+            await place.put(client, name, data)
             try:
                 sandbox = await launch(client, backend, container_image=name)
             except DsecError as error:
                 assert len(error.message) > 20, error
             else:
                 await sandbox.stop()
-            daemon.ask("image.remove", {"ref": name})
+            place.daemon.ask("image.remove", {"ref": name})
 
 
 @pytest.fixture
-def store(daemon: Daemon) -> Iterator[Path]:
-    """The daemon's image store; nothing half-made may stay in it."""
-    store = daemon.state / "images"
-    before = set(os.listdir(store))
-    yield store
-    assert set(os.listdir(store)) == before
+def unchanged(place: Place) -> Iterator[None]:
+    """Nothing half-made may stay in the daemon's image store, nor where the data is."""
+
+    def look() -> set[Path]:
+        return {*(place.daemon.state / "images").iterdir(), *place.top.iterdir()}
+
+    before = look()
+    yield
+    assert look() == before
 
 
 def altered(layout: Path, how: str) -> None:
@@ -196,65 +247,70 @@ def altered(layout: Path, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["truncated", "altered"])
 @asynchronous
-async def test_case_21_bad_layer_at_import(daemon: Daemon, store: Path, tmp_path: Path, how: str) -> None:
+async def test_case_21_bad_layer_at_import(place: Place, unchanged: None, tmp_path: Path, how: str) -> None:
     """A truncated or altered layer is refused at import with `image`; the store is as before."""
     subprocess.run(["cp", "-r", TRICKY, tmp_path / "oci"], check=True)
     altered(tmp_path / "oci", how)
-    async with daemon.client() as client:
+    async with place.daemon.client() as client:
         names = [image.name for image in await client.images()]
         with pytest.raises(DsecError) as caught:
-            await import_bytes(client, "bad:1", tar_of_directory(tmp_path / "oci"), format="oci")
+            await place.put(client, "bad:1", tar_of_directory(tmp_path / "oci"), format="oci")
         assert (caught.value.kind, caught.value.infra) == ("image", True)
         with pytest.raises(DsecError) as caught:
-            await import_bytes(client, "bad:2", b"not a tar at all" * 100)
+            await place.put(client, "bad:2", b"not a tar at all" * 100)
         assert caught.value.kind == "image"
         assert [image.name for image in await client.images()] == names
 
 
 @pytest.mark.parametrize("how", ["truncated", "missing", "altered"])
 @asynchronous
-async def test_case_21_bad_data_at_mount(daemon: Daemon, backend: str, how: str) -> None:
-    """Data of the store that was truncated, removed or altered is refused with `image` when a sandbox asks for it."""
-    async with daemon.client() as client:
-        image = await import_bytes(
-            client, "hurt:1", Tar().dir("w").file("w/a", os.urandom(3 << 20)).done(), kind="workspace"
-        )
-        data = daemon.state / "images" / image.digest.removeprefix("sha256:") / "data"
+async def test_case_21_bad_data_at_mount(place: Place, backend: str, how: str) -> None:
+    """Data that was truncated, removed or altered is refused with `image` when a sandbox asks for it.
+
+    A sandbox on demand starts all the same: it gets EIO where it reads what is not right, and the truth once it is.
+    """
+    content = os.urandom(3 << 20)
+    async with place.daemon.client() as client:
+        image = await place.put(client, "hurt:1", Tar().dir("w").file("w/a", content).done(), kind="workspace")
+        data = place.data(image.digest)
+        good = data.read_bytes()
         try:
             if how == "missing":
                 data.unlink()
+            elif how == "truncated":
+                os.truncate(data, 1 << 20)
             else:
-                with open(data, "r+b") as file:
-                    if how == "truncated":
-                        file.truncate(1 << 20)
-                    else:
-                        file.seek(2 << 20)
-                        byte = file.read(1)
-                        file.seek(2 << 20)
-                        file.write(bytes([byte[0] ^ 1]))
-            with pytest.raises(DsecError) as caught:
-                async with sandbox_of(daemon, backend, container_image=BASE, workspace="hurt:1"):
-                    pass
-            assert (caught.value.kind, caught.value.infra) == ("image", True)
+                data.write_bytes(good[: 2 << 20] + bytes([good[2 << 20] ^ 1]) + good[(2 << 20) + 1 :])
+            if place.lazy:
+                async with sandbox_of(place.daemon, backend, workspace="hurt:1") as sandbox:
+                    done = await sandbox.run_shell("cat /w/a >/dev/null")
+                    assert done.exit_code == 1 and "Input/output error" in done.stderr
+                    assert "image_error" in place.daemon.log_since(place.daemon.seen)
+                    data.write_bytes(good)
+                    assert await sandbox.read_file("/w/a") == content
+            else:
+                with pytest.raises(DsecError) as caught:
+                    async with sandbox_of(place.daemon, backend, workspace="hurt:1"):
+                        pass
+                assert (caught.value.kind, caught.value.infra) == ("image", True)
         finally:
-            with contextlib.suppress(KeyError):
-                daemon.ask("image.remove", {"ref": "hurt:1"})["result"]
+            assert "result" in place.daemon.ask("image.remove", {"ref": "hurt:1"})
 
 
 @asynchronous
-async def test_layer_that_is_gone(daemon: Daemon, backend: str) -> None:
+async def test_layer_that_is_gone(place: Place, backend: str) -> None:
     """A sandbox of a layer that was removed, or never was, is refused and names it."""
-    async with daemon.client() as client:
+    async with place.daemon.client() as client:
         with pytest.raises(DsecError, match="never:1") as caught:
             await launch(client, backend, toolkits=["never:1"])
         assert caught.value.kind == "not_found"
-        await import_bytes(client, "soon:gone", Tar().file("x").done(), kind="toolkit")
+        await place.put(client, "soon:gone", Tar().file("x").done(), kind="toolkit")
         sandbox = await launch(client, backend, toolkits=["soon:gone"])
-        reply = daemon.ask("image.remove", {"ref": "soon:gone"})
+        reply = place.daemon.ask("image.remove", {"ref": "soon:gone"})
         assert reply["error"]["data"]["kind"] == "conflict", "it is in use"
         assert (await sandbox.exec(["ls", "/x"])).exit_code == 0
         await sandbox.stop()
-        assert "result" in daemon.ask("image.remove", {"ref": "soon:gone"})
+        assert "result" in place.daemon.ask("image.remove", {"ref": "soon:gone"})
         with pytest.raises(DsecError, match="soon:gone") as caught:
             await launch(client, backend, toolkits=["soon:gone"])
         assert caught.value.kind == "not_found"

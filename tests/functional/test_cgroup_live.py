@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from dsecd.container.cgroup import Cgroups, SandboxCgroup
+from dsecd.cgroup.groups import Cgroups, SandboxCgroup
 
 MIB = 1 << 20
 UID = 11 << 20

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import fcntl
 import hashlib
 import io
 import json
 import os
-import pty
-import select
 import shutil
 import signal
 import socket
-import struct
 import subprocess
-import sys
 import tarfile
-import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,10 +20,10 @@ from typing import Any, Protocol
 
 import pytest
 from daemonkit import BASE, Daemon
+from terminalkit import DSECCTL, Terminal, environment
 
 from dsecd.client_sync import SyncSandbox
 
-DSECCTL = str(Path(sys.executable).parent / "dsecctl")
 VECTOR = Path(__file__).parents[1] / "data" / "oci-tricky"
 SMALL = ("--memory", "256m", "--disk", "512m")
 
@@ -38,10 +32,6 @@ class Run(Protocol):
     """Run `dsecctl` to its end. json: parse its stdout."""
 
     def __call__(self, *argv: str | bytes, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]: ...
-
-
-def environment(daemon: Daemon) -> dict[str, str]:
-    return {**os.environ, "DSEC_URL": daemon.url, "LC_ALL": "C.UTF-8", "TERM": "xterm"}
 
 
 @pytest.fixture
@@ -273,46 +263,6 @@ def test_what_was_cut_from_a_log_is_said(dsecctl: Run, sandbox: SyncSandbox) -> 
 
 
 # -- terminals --------------------------------------------------------------------------------------------------------
-class Terminal:
-    """dsecctl on a terminal of its own."""
-
-    def __init__(self, daemon: Daemon, *argv: str) -> None:
-        self.pid, self.fd = pty.fork()
-        if self.pid == 0:
-            os.execve(DSECCTL, [DSECCTL, *argv], environment(daemon))
-        self.seen = b""
-
-    def type(self, data: bytes) -> None:
-        os.write(self.fd, data)
-
-    def resize(self, rows: int, cols: int) -> None:
-        fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, cols, 0, 0))
-
-    def expect(self, what: bytes, timeout: float = 20.0) -> None:
-        """Read until it has been shown."""
-        deadline = time.monotonic() + timeout
-        while what not in self.seen:
-            assert self._read(deadline), f"{what!r} is not in {self.seen!r}"
-        self.seen = self.seen.partition(what)[2]
-
-    def _read(self, deadline: float) -> bool:
-        if not select.select([self.fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            return False
-        try:
-            data = os.read(self.fd, 65536)
-        except OSError:  # the other end is closed
-            return False
-        self.seen += data
-        return bool(data)
-
-    def end(self, timeout: float = 20.0) -> int:
-        """Read to the end; the exit status."""
-        deadline = time.monotonic() + timeout
-        while self._read(deadline):
-            pass
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-
-
 @pytest.fixture
 def terminal(daemon: Daemon) -> Iterator[Callable[..., Terminal]]:
     made: list[Terminal] = []
@@ -323,10 +273,7 @@ def terminal(daemon: Daemon) -> Iterator[Callable[..., Terminal]]:
 
     yield make
     for one in made:
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            os.kill(one.pid, signal.SIGKILL)
-            os.waitpid(one.pid, 0)
-        os.close(one.fd)
+        one.close()
 
 
 def test_shell_has_size_resize_interrupt_and_status(terminal: Callable[..., Terminal], sandbox: SyncSandbox) -> None:

@@ -290,6 +290,28 @@ def test_reboot_mounts_the_image_again(state: Path) -> None:
     second.close()
 
 
+def test_a_pool_that_another_mount_namespace_holds_is_no_second_one(state: Path) -> None:
+    """A runtime that sets up a container has all mounts of the host for a moment. Through a second loop device btrfs
+    would mount the image as another file system, without what was not committed yet, and both would write to it."""
+    first = open_pool(state, LOOP)
+    private = ["unshare", "--mount", "--propagation", "private", "sh", "-c", "echo there; exec sleep 60"]
+    holder = subprocess.Popen(private, stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout is not None
+        with holder.stdout:
+            assert holder.stdout.readline() == b"there\n"
+        (first.create("box", 20 * MIB, UID).upper / "f").write_text("kept")
+        first.close()
+        linux.umount(state / "pool")
+        second = open_pool(state, LOOP)
+        assert (second.open("box").upper / "f").read_text() == "kept"
+        assert len(loops(state)) == 1
+        second.close()
+    finally:
+        holder.kill()
+        holder.wait()
+
+
 def test_half_made_things_are_collected(state: Path) -> None:
     (state / "pool.img.new").write_bytes(b"killed in mkfs")
     first = open_pool(state, LOOP)

@@ -7,33 +7,20 @@ import contextlib
 import os
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from erofs_kit import TRICKY, Tar, assert_clean, import_now, input_of, leftovers, tar_of_directory
+from erofs_kit import TRICKY, Tar, import_now, leftovers, quick, sparse_tar, tar_of_directory
 
-from dsecd.erofs import importer
 from dsecd.erofs import sys as erofs_sys
 from dsecd.erofs.compose import Stack, compose
 from dsecd.erofs.drivers import DRIVERS, FileDriver, LoopDriver
-from dsecd.erofs.model import BLOCK, ImportJob, Limits, Manifest
+from dsecd.erofs.model import BLOCK, Manifest
 from dsecd.erofs.mount import MountTable
 from dsecd.erofs.store import ImageStore
 from dsecd.errors import DsecError
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[ImageStore]:
-    yield ImageStore(tmp_path / "images")
-    assert_clean(tmp_path / "images", tmp_path / "run")
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
-    return tmp_path / "run"
 
 
 @pytest.fixture
@@ -369,15 +356,10 @@ def test_setuid_and_capabilities_work_on_the_overlay(store: ImageStore, run_dir:
     asyncio.run(run())
 
 
-def test_sixty_four_layers(store: ImageStore, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sixty_four_layers(store: ImageStore, run_dir: Path, tmp_path: Path) -> None:
     import_now(store, Tar().file("base", b"b").done(), name="base")
-    monkeypatch.setattr(importer, "drop_privileges", lambda: None)
-    for n in range(63):  # in this process: 63 of them are not what this test is about
-        job = ImportJob(kind="toolkit", name=f"t{n}")
-        data = Tar().file(f"t{n}", b"t").file("top", str(n).encode()).done()
-        with input_of(data) as fd, store.workspace() as work, open(os.devnull, "wb") as null:
-            built = importer.run(work.path, fd, job, Limits(), importer.Reporter(null.fileno()))
-            store.commit(work, built, job)
+    for n in range(63):
+        quick(store, Tar().file(f"t{n}", b"t").file("top", str(n).encode()).done(), f"t{n}", "toolkit")
 
     async def run() -> None:
         table = MountTable(run_dir, store, linger_s=0)
@@ -395,15 +377,7 @@ def test_sixty_four_layers(store: ImageStore, run_dir: Path, tmp_path: Path, mon
 
 
 def test_large_file_beyond_4_gib_with_holes(store: ImageStore, run_dir: Path, tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    marks = {0: b"start", (4 << 30) - 3: b"across four gibibytes", (5 << 30) + 12345: b"end"}
-    with (source / "big").open("wb") as f:
-        for at, mark in marks.items():
-            f.seek(at)
-            f.write(mark)
-        f.truncate((6 << 30) + 1)
-    archive = subprocess.run(["tar", "-C", source, "--sparse", "-cf", "-", "."], check=True, capture_output=True).stdout
+    size, marks, archive = sparse_tar(tmp_path)
     image = import_now(store, archive)
     assert image.data_size < 8 << 20
     assert image.data_size % BLOCK == 0
@@ -411,7 +385,7 @@ def test_large_file_beyond_4_gib_with_holes(store: ImageStore, run_dir: Path, tm
     async def run() -> None:
         table = MountTable(run_dir, store, linger_s=0)
         async with table.hold(image.digest) as path, _opened(path / "big") as fd:
-            assert os.fstat(fd).st_size == (6 << 30) + 1
+            assert os.fstat(fd).st_size == size
             for at, mark in marks.items():
                 assert os.pread(fd, len(mark) + 2, at) == mark + b"\0\0"
         await table.close()

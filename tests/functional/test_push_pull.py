@@ -20,13 +20,17 @@ from typing import Any
 
 import msgspec
 import pytest
-from daemonkit import Daemon, container_args, run
-from erofs_kit import Tar, assert_clean, import_now, registry
+from daemonkit import Daemon, container_args, run, started
+from dsecctl import table
+from erofs_kit import LOGIN, TRICKY, Tar, assert_clean, authfile, import_now, registry
+from pages_kit import until
 
 from dsecd.config import StoreConfig
+from dsecd.envconfig import EnvConfig
 from dsecd.erofs import artifact, jobs, meta
 from dsecd.erofs.artifact import ARTIFACT, CONFIG, MEDIA, OCI_MANIFEST, TITLE
-from dsecd.erofs.model import CHUNK, ImageConfig, Limits, Manifest, Progress, identity
+from dsecd.erofs.envjobs import Upper, run_pack
+from dsecd.erofs.model import CHUNK, SUM, Builder, ImageConfig, Limits, Manifest, Progress, identity
 from dsecd.erofs.store import ImageStore
 from dsecd.erofs.stores import open_store
 from dsecd.errors import DsecError
@@ -118,8 +122,10 @@ def test_lazily(store: ImageStore, image: Manifest, tmp_path: Path) -> None:
         other.verify(flat)
         assert push(other, "lazy:1", f"docker://{address}/team/base:2").sent_bytes < 2000
         assert push(other, "lazy:1", f"docker://{address}/else/where:1").sent_bytes > image.data_size
-        # Whole, over the lazy one: the image is there already, and stays as it is.
-        assert pull(other, to, name="lazy:2").store == "reg"
+        # Whole, over the lazy one: it comes here.
+        whole = pull(other, to, name="lazy:2")
+        assert whole.store == "local" and whole.names == ("lazy:1", "lazy:2")
+        other.verify(whole)
         with pytest.raises(DsecError, match=r"no \[stores.NAME\] of kind registry") as caught:
             pull(other, f"docker://{address}/else/where:1", lazy=True)
         assert caught.value.kind == "invalid"
@@ -137,6 +143,30 @@ def test_an_image_without_data(tmp_path: Path, store: ImageStore) -> None:
             back = pull(other, f"docker://{address}/e:1", lazy=lazy)
             assert back.digest == empty.digest and back.store == "local"
             other.verify(back)
+
+
+def test_an_environment(store: ImageStore, image: Manifest, tmp_path: Path) -> None:
+    """Its own layer is the artifact: whoever pulls it must have what is below it, and is told so."""
+    upper = tmp_path / "upper"
+    upper.mkdir()
+    (upper / "new").write_text("x" * 9000)
+    told = Upper(path=upper, id_base=0, below=(image.digest,), source="test")
+    made, left_out = asyncio.run(run_pack(store, "env:1", told, Builder(7, "me"), EnvConfig()))
+    assert (made.kind, made.below, made.builder, left_out) == ("environment", (image.digest,), Builder(7, "me"), 0)
+    with registry(tmp_path) as address:
+        push(store, "base:1", f"docker://{address}/base:1")
+        push(store, "env:1", f"docker://{address}/env:1")
+        other = ImageStore(tmp_path / "other")
+        with pytest.raises(DsecError, match=f"needs {image.digest[:19]}") as caught:
+            pull(other, f"docker://{address}/env:1")
+        assert caught.value.kind == "image"
+        pull(other, f"docker://{address}/base:1")
+        back = pull(other, f"docker://{address}/env:1")
+        assert same(back, made) and (back.below, back.builder) == (made.below, made.builder)
+        other.verify(back)
+        with pytest.raises(DsecError, match="environment env:1"):
+            other.remove("base:1")
+    assert_clean(other.root, tmp_path / "run")
 
 
 def test_onto_a_path_store(store: ImageStore, image: Manifest, tmp_path: Path) -> None:
@@ -355,7 +385,8 @@ CHANGES: dict[str, tuple[Callable[[Json, Json], None], str]] = {
     "data missing": (lambda m, c: m["layers"].pop(), "the artifact lacks data"),
     "metadata missing": (lambda m, c: m["layers"].pop(0), "the artifact lacks meta.erofs"),
     "chunk size 0": (set_config(chunk_size=0), "chunks of 0 bytes, and an image's are 1048576"),
-    "a later format": (set_config(format=2), "format 2, and 1 is known"),
+    "sum size 0": (set_config(sum_size=0), "sums of 0 bytes each, and an image's are of 262144"),
+    "a later format": (set_config(format=3), "format 3, and 2 is known"),
     "a wrong name": (set_config(name="../up"), "name '../up' is none"),
     "a wrong kind": (set_config(kind="vm"), "config is not what an image has there"),
     "a huge image": (set_config(data_size=1 << 50), "larger than"),
@@ -363,7 +394,7 @@ CHANGES: dict[str, tuple[Callable[[Json, Json], None], str]] = {
     "an odd data size": (set_config(data_size=5), "not whole blocks"),
     "another start": (set_config(config={"user": "root"}), "its digest is another image's"),
     "another digest": (set_config(meta_digest="sha256:" + "0" * 64), "of two images"),
-    "sums of a wrong length": (set_layer(1, "size", 33), "data.sums has 33 bytes, and its config says 128"),
+    "sums of a wrong length": (set_layer(1, "size", 33), "data.sums has 33 bytes, and its config says 416"),
 }
 
 
@@ -404,8 +435,8 @@ def test_data_that_lies(store: ImageStore, image: Manifest, fake: Fake, other: I
     digest = json.loads(fake.things["/v2/x/manifests/1"])["layers"][2]["digest"]
     path, to = f"/v2/x/blobs/{digest}", f"docker://{fake.address}/x:1"
     good = fake.things[path]
-    fake.things[path] = good[: CHUNK + 9] + b"\0\1\2" + good[CHUNK + 12 :]
-    with pytest.raises(DsecError, match=r"data is altered \(in the mebibyte at 1048576\)") as caught:
+    fake.things[path] = good[: 3 * SUM + 9] + b"\0\1\2" + good[3 * SUM + 12 :]
+    with pytest.raises(DsecError, match=r"data is altered \(in the piece at 786432\)") as caught:
         pull(other, to)
     assert caught.value.kind == "image" and other.list() == []
     fake.things[path] = good
@@ -488,47 +519,50 @@ def test_a_cancelled_pull_leaves_nothing(store: ImageStore, image: Manifest, fak
 
 
 # -- through the daemon ------------------------------------------------------------------------------------------------
-class StoresDaemon(Daemon):
-    """With a registry and a shared directory in its configuration."""
-
-    registry = ""
-
-    def write_config(self) -> Path:
-        path = super().write_config()
-        shared = self.directory / "shared"
-        shared.mkdir(exist_ok=True)
-        with path.open("a") as file:
-            file.write(f'[stores.reg]\nkind = "registry"\nurl = "{self.registry}/team/base"\n')
-            file.write(f'[stores.nfs]\nkind = "path"\npath = "{shared}"\ndirect = true\n')
-        return path
-
-
 @pytest.fixture
-def one_daemon(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, watched: list[Path]) -> Iterator[StoresDaemon]:
-    with registry(tmp_path) as address:
-        StoresDaemon.registry = address
-        one = StoresDaemon(tmp_path_factory.mktemp("stores"))
-        watched += [one.directory, one.run_dir]
-        one.start()
-        yield one
-        left = one.destroy()
-    assert not left
+def one_daemon(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, watched: list[Path]) -> Iterator[Daemon]:
+    """With a registry that wants a login and a shared directory in its configuration."""
+    directory = tmp_path_factory.mktemp("stores")
+    shared = directory / "shared"
+    shared.mkdir()
+    with registry(tmp_path, closed=True) as address:
+        logins = authfile(directory / "auth.json", address)
+        reg = {"kind": "registry", "url": f"{address}/team/base"}
+        nfs = {"kind": "path", "path": str(shared), "direct": True}
+        stores = {"reg": reg, "nfs": nfs}
+        with started(directory, watched, stores=stores, registry_authfile=str(logins)) as one:
+            yield one
 
 
 def dsecctl(daemon: Daemon, *words: str | Path) -> str:
-    done = subprocess.run(
-        [Path(sys.executable).parent / "dsecctl", "-H", daemon.url, "image", *words],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = _dsecctl(daemon, *words)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
-def test_the_whole_way(one_daemon: StoresDaemon, base_tar: Path, tmp_path: Path) -> None:
+def failing(daemon: Daemon, *words: str | Path) -> str:
+    """What it says then."""
+    done = _dsecctl(daemon, *words)
+    assert done.returncode == 1 and done.stdout == "", done
+    return done.stderr
+
+
+def _dsecctl(daemon: Daemon, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [Path(sys.executable).parent / "dsecctl", "-H", daemon.url, "image", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def reads_of(daemon: Daemon, ref: str) -> Json:
+    found: Json = daemon.ask("image.get", {"ref": ref})["result"].get("reads", {})
+    return found
+
+
+def test_the_whole_way(one_daemon: Daemon, base_tar: Path, tmp_path: Path) -> None:
     """Import onto a shared store, collapse, push, remove, pull lazily, and run a sandbox on it."""
     (tmp_path / "tool").mkdir()
     (tmp_path / "tool" / "hello").write_text("from the toolkit\n")
-    there = f"docker://{one_daemon.registry}/team/base:1"
+    url = one_daemon.stores["reg"]["url"]
+    there = f"docker://{url}:1"
     shared = one_daemon.directory / "shared"
 
     base = dsecctl(one_daemon, "import", "--store", "nfs", base_tar, "base:1")
@@ -541,7 +575,7 @@ def test_the_whole_way(one_daemon: StoresDaemon, base_tar: Path, tmp_path: Path)
     assert list(shared.iterdir()) == []
     assert dsecctl(one_daemon, "pull", "--lazy", "--name", "lazy:1", there) == flat
     shown = one_daemon.ask("image.get", {"ref": "lazy:1"})["result"]
-    assert shown["store"] == "reg" and shown["digest"] == flat
+    assert shown["store"] == "reg" and shown["digest"] == flat and "reads" not in shown
 
     async def go() -> None:
         async with one_daemon.client() as client:
@@ -552,5 +586,38 @@ def test_the_whole_way(one_daemon: StoresDaemon, base_tar: Path, tmp_path: Path)
             await sandbox.stop()
 
     run(go())
-    refused = one_daemon.ask("image.pull", {"reference": f"docker://{one_daemon.registry}/no/such:1"})
+    until(lambda: "runs" in reads_of(one_daemon, "lazy:1"), "the trace is written")
+    reads: Json = {}
+    while reads != reads_of(one_daemon, "lazy:1"):  # written every few seconds, the last reads once more
+        reads = reads_of(one_daemon, "lazy:1")
+        lines = dsecctl(one_daemon, "show", "lazy:1").splitlines()
+        printed = json.loads(dsecctl(one_daemon, "show", "--json", "lazy:1"))["reads"]
+    assert reads["runs"] == 1 and 0 < reads["touched_bytes"] <= reads["cached_bytes"] < shown["data_size"]
+    assert reads["touched_percent"] == round(100 * reads["touched_bytes"] / shown["data_size"], 2)
+    assert 0 < reads["hit_rate"] < 1
+    assert f"{reads['touched_percent']:.1f} % of the data" in next(x for x in lines if x.startswith("touched "))
+    assert f"  {100 * reads['hit_rate']:.1f} % of reads" in next(x for x in lines if x.startswith("hit rate "))
+    assert printed == {"denied": 0, "why": "", **reads}
+    dsecctl(one_daemon, "pull", "--name", "lazy:1", there)
+    assert one_daemon.ask("image.get", {"ref": "lazy:1"})["result"].get("store", "local") == "local"
+    assert dsecctl(one_daemon, "verify", "lazy:1") == f"{flat} is sound; {table.size(shown['data_size'])} of data read"
+    assert "touched" not in dsecctl(one_daemon, "show", "tool:1"), "it was never filled on demand"
+    refused = one_daemon.ask("image.pull", {"reference": f"docker://{url}/no/such:1"})
     assert refused["error"]["data"]["kind"] == "not_found"
+
+    # A container image of that registry, by skopeo.
+    skopeo = ["skopeo", "--insecure-policy", "copy", "--quiet", "--dest-tls-verify=false", f"--dest-creds={LOGIN}"]
+    subprocess.run([*skopeo, f"oci:{TRICKY}", f"docker://{url}/tricky:1"], check=True)
+    assert dsecctl(one_daemon, "import", f"docker://{url}/tricky:1", "tricky:1").startswith("sha256:")
+
+    # Logins that are wrong, and none: each says so.
+    address = url.partition("/")[0]
+    logins = one_daemon.directory / "auth.json"
+    authfile(logins, address, "imager:wrong")
+    asked = (("import", f"docker://{url}/tricky:1", "t"), ("pull", there))
+    for words in asked:
+        assert "[denied]" in failing(one_daemon, *words)
+    logins.unlink()
+    for words in asked:
+        said = failing(one_daemon, *words)
+        assert "auth.json cannot be read" in said and "[denied]" in said

@@ -12,11 +12,10 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from daemonkit import BASE, Clock, Daemon, asynchronous, container_args, launch, run, sandbox_of
+from daemonkit import BASE, Clock, Daemon, asynchronous, container_args, launch, patience, run, sandbox_of
 
 from dsecd.client import DSecClient, DSecContainerRunArgs, DsecError, DSecSyncClient, Sandbox, SandboxFailed
 from dsecd.client_sync import SyncSandbox
-from dsecd.wire import base
 from dsecd.wire import sandbox as wire
 
 MIB = 1 << 20
@@ -69,6 +68,7 @@ async def test_a_sandbox_is_what_was_asked_for(daemon: Daemon, backend: str) -> 
         await sandbox.stop()
 
 
+@pytest.mark.containers_only("nothing of it is in the backend")
 @asynchronous
 async def test_names_get_or_create(daemon: Daemon, backend: str) -> None:
     """A name belongs to one live sandbox: asked for again, also by many at once, it is the same; then it is free."""
@@ -85,6 +85,7 @@ async def test_names_get_or_create(daemon: Daemon, backend: str) -> None:
         await again.stop()
 
 
+@pytest.mark.containers_only("nothing of it is in the backend")
 @asynchronous
 async def test_create_many_one_result_each(daemon: Daemon, backend: str) -> None:
     """Good and bad specs in one call: results in order, an error for each bad one and a sandbox for each good one."""
@@ -102,6 +103,7 @@ async def test_create_many_one_result_each(daemon: Daemon, backend: str) -> None
         assert await client.stop_many([]) == 0
 
 
+@pytest.mark.containers_only("nothing of it is in the backend")
 @asynchronous
 async def test_list_by_label_state_and_owner(daemon: Daemon, backend: str) -> None:
     async with daemon.client() as client:
@@ -119,12 +121,13 @@ async def test_list_by_label_state_and_owner(daemon: Daemon, backend: str) -> No
         assert {s.id for s in ended.sandboxes} == {a.id, b.id}
 
 
+@pytest.mark.containers_only("nothing of it is in the backend")
 @asynchronous
 async def test_events_tell_a_life(daemon: Daemon, backend: str) -> None:
     """A follower of a label hears creating, started, pause… to the end, in order, and nothing of others."""
     heard: list[wire.Event] = []
     async with daemon.client() as client, sandbox_of(daemon, backend):
-        pending = client.peer.start(
+        pending = await client.begin(
             "sandbox.events", wire.Events(labels={"e": "1"}),
             notified=lambda _m, raw: heard.append(json_event(bytes(raw))),
         )  # fmt: skip
@@ -133,12 +136,12 @@ async def test_events_tell_a_life(daemon: Daemon, backend: str) -> None:
         await sandbox.pause()
         await sandbox.resume()
         await sandbox.stop()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(5 * patience(backend)):
             while not heard or heard[-1].state != "stopped":
                 await asyncio.sleep(0.01)
-        client.peer.notify("$/cancelRequest", base.Cancel(pending.ident))
+        pending.cancel()
         with pytest.raises(DsecError):
-            await client.peer.finish(pending)
+            await pending.finish()
     assert {event.sandbox_id for event in heard} == {sandbox.id}
     assert [event.state for event in heard] == [
         "creating", "running", "pausing", "paused", "resuming", "running", "stopping", "stopped",
@@ -162,10 +165,12 @@ async def test_stats(daemon: Daemon, backend: str) -> None:
                 break
         await sandbox.run_shell("head -c 20000000 /dev/urandom > /f; sync")
         stats = await sandbox.stats()
-        assert 50 * MIB < stats.memory_bytes < 200 * MIB == stats.memory_limit_bytes
+        most = 200 * MIB if backend == "container" else 600 * MIB  # of a VM, what its VMM has: more than the guest's
+        assert 50 * MIB < stats.memory_bytes < most
+        assert stats.memory_limit_bytes == 200 * MIB
         assert stats.cpu_usec > 10_000
-        assert stats.pids >= 2
-        assert 19 * MIB < stats.disk_bytes < 64 * MIB == stats.disk_limit_bytes
+        assert stats.pids >= (2 if backend == "container" else 1)  # a guest's agent is not counted
+        assert 19 * MIB < stats.disk_bytes < stats.disk_limit_bytes <= 64 * MIB  # a guest's file system takes some
         assert stats.oom_kills == 0
 
 
@@ -280,8 +285,8 @@ async def test_output_larger_than_a_message(daemon: Daemon, backend: str) -> Non
         result = await sandbox.run_shell(line)
         assert result.stdout_bytes == b"0123456789abcde\n" * (8 * MIB // 16)
         assert result.stderr_bytes == b"fedcba987654321\n" * (8 * MIB // 16)
-        keyed = await sandbox.run_shell(line, request_id="big")
-        again = await sandbox.run_shell(line, request_id="big")
+        keyed = await sandbox.run_shell(line, request_id=f"big-{backend}")
+        again = await sandbox.run_shell(line, request_id=f"big-{backend}")
         assert again.replayed
         assert (again.stdout_bytes, again.stderr_bytes) == (keyed.stdout_bytes, keyed.stderr_bytes)
 
@@ -296,7 +301,7 @@ async def test_cancelled_command_is_killed(daemon: Daemon, backend: str) -> None
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(2 * patience(backend)):
             while "sleep 7" in (await sandbox.run_shell("ps -eo args")).stdout:
                 await asyncio.sleep(0.02)
         assert (await other).stdout == "other\n"
@@ -413,6 +418,7 @@ async def test_errors_of_a_client(daemon: Daemon, tmp_path: Path) -> None:
         await client.list()
 
 
+@pytest.mark.containers_only("nothing of it is in the backend")
 @asynchronous
 async def test_deadline_of_a_creation(daemon: Daemon, backend: str) -> None:
     """A creation that is not done in time is `timeout`, and nothing of it is left."""
@@ -420,11 +426,12 @@ async def test_deadline_of_a_creation(daemon: Daemon, backend: str) -> None:
         with pytest.raises(DsecError) as caught:
             await client.run_container(container_args(labels={"late": "1"}), timeout=0.005)
         assert caught.value.kind == "timeout"
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(5 * patience(backend)):
             while await client.list({"late": "1"}):
                 await asyncio.sleep(0.02)
 
 
+@pytest.mark.containers_only("nothing of it is in the backend")
 @asynchronous
 async def test_request_id_gives_the_same_sandbox(daemon: Daemon, backend: str) -> None:
     """The same request_id, twice at once and once later: one sandbox; for something else: `conflict`."""
@@ -440,6 +447,7 @@ async def test_request_id_gives_the_same_sandbox(daemon: Daemon, backend: str) -
         await later.stop()
 
 
+@pytest.mark.containers_only("nothing of it is in the backend")
 @asynchronous
 async def test_lease_is_kept_by_an_idle_process(daemon: Daemon, backend: str) -> None:
     """A client that makes no call keeps its lease for as long as it is open; closed, the sandbox ends."""
@@ -501,6 +509,7 @@ def test_sdk_needs_no_root_and_no_daemon_packages(daemon: Daemon) -> None:
     assert (done.stdout, done.stderr) == ("True\n", "")
 
 
+@pytest.mark.containers_only("nothing of it is in the backend")
 @asynchronous
 async def test_doctor_info_and_stats(daemon: Daemon, backend: str) -> None:
     """The daemon describes itself: plausible numbers, no failed check on a host where the tests run."""

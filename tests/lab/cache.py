@@ -17,15 +17,25 @@ import fcntl
 import hashlib
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+sys.path.append(
+    str(Path(__file__).resolve().parents[2])
+)  # run.py runs before there is a venv; in the lab VM it is behind
+
+from dsecd.errors import DsecError
+
 KEEP = 2  # products of a kind: this one, and the last one, so that going back a commit is cheap
 
 
-class LabError(Exception):
+class LabError(DsecError):
     """The lab cannot go on; the message is one sentence for the person who started it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("unsupported", message)
 
 
 def cache_dir() -> Path:

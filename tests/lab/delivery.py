@@ -1,13 +1,16 @@
 """What travels into the lab and out of it, as tar archives on raw disks: no file system to make, mount or leak.
 
 In: the project's files as git knows them (`/srv/project`), the Python wheels of its dependencies (`/srv/wheels`), the
-test runner's own packages (`/srv/lab-site`, for PYTHONPATH), a kernel for guests of the guest (`/srv/vmlinux`) and a
-base image for sandboxes (`/srv/base.tar`). Out: one directory of results. The wheels are built on the host because
-compiling under emulation is ten times slower; installing them stays the guest's work.
+test runner's own packages (`/srv/lab-site`, for PYTHONPATH), a kernel for guests of the guest (`/srv/vmlinux`, with its
+configuration beside it), a base image for sandboxes (`/srv/base.tar`), and releases of Firecracker where this machine
+has them (`/srv/bin/`).
+Out: one directory of results. What is compiled is compiled on the host, the project's own wheel (`/srv/built`) and
+native parts too, because that is ten times slower under emulation; installing stays the guest's work.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import tarfile
@@ -16,11 +19,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from apt import Apt, codename, missing
-from cache import LabError, key_of, product
+from cache import LabError, cache_dir, key_of, product
 
 PROJECT = Path(__file__).resolve().parents[2]
 WHEEL_PACKAGES = ["python3-venv", "python3-dev", "gcc", "pkg-config", "libsystemd-dev", "libffi-dev"]
 TEST_TOOLS = ("pytest", "hypothesis")
+PYTHONS = {"bookworm": "3.11", "trixie": "3.13"}
+SOURCE_ONLY = ("systemd-python",)  # has no wheels
 VENV = "/usr/lib/dsecd/venv"  # where `make install PREFIX=/usr` puts it
 SECTOR = 512
 
@@ -41,9 +46,12 @@ def requirements(pyproject: Path = PROJECT / "pyproject.toml") -> tuple[list[str
     return sorted(set(install)), sorted(tests)
 
 
-def wheels(progress: Progress) -> Path:
-    """A directory with `wheels/`, `site/` and `venv/`, built for the Python of the suite."""
+def wheels(progress: Progress, suite: str) -> Path:
+    """A directory with `wheels/`, `site/` and `venv/`, built for the Python of the suite. Of another suite than this
+    machine's: no `venv/`, and what must be compiled is there as source."""
     install, tests = requirements()
+    if suite != codename():
+        return foreign_wheels(progress, suite, install, tests)
 
     def make(work: Path) -> None:
         progress("lab: building Python wheels for the guest")
@@ -61,11 +69,51 @@ def wheels(progress: Progress) -> Path:
     return product("wheels", key_of([codename(), VENV, *install, "", *tests]), make)
 
 
+def foreign_wheels(progress: Progress, suite: str, install: list[str], tests: list[str]) -> Path:
+    version = PYTHONS.get(suite)
+    if version is None:
+        raise LabError(f"no Python is known for Debian {suite}: the lab can be {codename()} or {', '.join(PYTHONS)}")
+    source = [line for line in install if line.startswith(SOURCE_ONLY)]
+    ready = [line for line in install if line not in source]
+
+    def make(work: Path) -> None:
+        progress(f"lab: fetching Python wheels for {suite}'s Python {version}")
+        pip(["/usr/bin/python3", "-m", "venv", str(work / "tool")])
+        tool = [str(work / "tool/bin/pip"), "--quiet", "--disable-pip-version-check"]
+        pip([*tool, "install", "setuptools", "wheel"])
+        theirs = ["--python-version", version, "--only-binary=:all:"]
+        pip([*tool, "download", "--dest", str(work / "wheels"), *theirs, *ready])
+        pip([*tool, "download", "--dest", str(work / "wheels"), "--no-deps", "--no-binary=:all:",
+             "--no-build-isolation", *source])  # fmt: skip
+        pip([*tool, "install", "--target", str(work / "site"), *theirs, *tests])
+        shutil.rmtree(work / "tool")
+
+    return product("wheels", key_of([suite, version, *install, "", *tests]), make)
+
+
 def relocate(venv: Path) -> None:
     """Make the environment one that was made at VENV: scripts name their interpreter by its path."""
     for path in [venv / "pyvenv.cfg", *(venv / "bin").iterdir()]:
         if path.is_file() and not path.is_symlink():
             path.write_bytes(path.read_bytes().replace(bytes(venv), VENV.encode()))
+
+
+def built(wheel_dir: Path, into: Path) -> Path:
+    """What the guest would compile: `wheels/`, with the project's own, and `native/`, as make leaves it."""
+    tree = into / "tree"
+    for name in project_files():
+        target = tree / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(PROJECT / name, target)  # with its times: make in the guest compares them
+    make = ["make", "-s", "-C", str(tree / "native"), f"BUILD={into / 'native'}", "all"]
+    done = subprocess.run(make, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode:
+        raise LabError(f"the native parts did not build: {(done.stderr.strip().splitlines() or ['no word'])[-1]}")
+    # By the interpreter: the environment's scripts name the guest's.
+    tool = [str(wheel_dir / "venv/bin/python"), "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    pip([*tool, "wheel", "--no-deps", "--no-index", "--no-build-isolation", "-w", str(into / "wheels"), str(tree)])
+    shutil.rmtree(tree)
+    return into
 
 
 def pip(command: list[str]) -> None:
@@ -82,23 +130,45 @@ def project_files() -> list[str]:
     return sorted({name for name in listed.split("\0") if name and (PROJECT / name).is_file()})
 
 
-def write_disk(disk: Path, wheel_dir: Path, vmlinux: Path, base: Path | None = None, venv: bool = True) -> None:
+def write_disk(
+    disk: Path, wheel_dir: Path, vmlinux: Path, base: Path | None = None, compiled: Path | None = None
+) -> None:
     """Fill the delivery disk; the guest unpacks it over its root.
 
-    With `venv`, dependencies are in the environment already, as when an older version is installed: making and filling
-    it takes the guest minutes. The project is never in it.
+    With `compiled` (see `built`), dependencies are in the environment already, as when an older version is installed:
+    making and filling it takes the guest minutes. The project is never in it.
     """
     with tarfile.open(disk, "w", format=tarfile.PAX_FORMAT) as tar:
         for name in project_files():
             tar.add(PROJECT / name, f"srv/project/{name}", filter=owned_by_root)
         tar.add(wheel_dir / "wheels", "srv/wheels", filter=owned_by_root)
         tar.add(wheel_dir / "site", "srv/lab-site", filter=owned_by_root)
-        if venv:
+        if compiled:
             tar.add(wheel_dir / "venv", VENV.lstrip("/"), filter=owned_by_root)
+            tar.add(compiled / "wheels", "srv/built", filter=owned_by_root)
+            tar.add(compiled / "native", "srv/project/build/native", filter=owned_by_root)
         tar.add(vmlinux, "srv/vmlinux", filter=owned_by_root)
+        tar.add(vmlinux.with_name("config"), "srv/vmlinux.config", filter=owned_by_root)
         if base:
             tar.add(base, "srv/base.tar", filter=owned_by_root)
+        for name, path in firecrackers():
+            tar.add(path.resolve(), f"srv/bin/{name}", filter=owned_by_root)
     pad_to_sector(disk)
+
+
+def firecrackers() -> list[tuple[str, Path]]:
+    """Firecracker and its jailer, as `<n>/firecracker` and `<n>/jailer`, one <n> for each release that is here.
+
+    Debian has no package of them: DSEC_FIRECRACKER names one, else one on the PATH and those in the cache are taken.
+    They must be static, as the releases are: the jailer changes the root directory.
+    """
+    named = os.environ.get("DSEC_FIRECRACKER") or shutil.which("firecracker")
+    found = [Path(named)] if named else []
+    found += [] if os.environ.get("DSEC_FIRECRACKER") else sorted((cache_dir() / "bin").glob("**/firecracker"))
+    pairs: list[tuple[str, Path]] = []
+    for number, path in enumerate(path for path in found if path.is_file()):
+        pairs += [(f"{number}/{one.name}", one) for one in (path, path.with_name("jailer")) if one.is_file()]
+    return pairs
 
 
 def owned_by_root(info: tarfile.TarInfo) -> tarfile.TarInfo:

@@ -1,4 +1,4 @@
-"""The lab's root file system: a small Debian of the host's own suite with systemd, as one ext4 image.
+"""The lab's root file system: a small Debian with systemd, of the host's own suite by default, as one ext4 image.
 
 Immutable once made: each VM writes to a throw-away layer over it. Holds what `make install` of this project and its lab
 tests need from Debian, and the runner that executes the host's commands. Never holds the project itself nor its Python
@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from apt import NEEDS_BACKPORTS, Apt, codename, missing
+from apt import NEEDS_BACKPORTS, Apt, missing
 from cache import LabError, cache_dir, key_of, product
 
 GUEST = Path(__file__).with_name("guest")
@@ -62,9 +62,8 @@ FILES = {
 Progress = Callable[[str], None]
 
 
-def rootfs(progress: Progress) -> Path:
+def rootfs(progress: Progress, suite: str) -> Path:
     """Path of the raw ext4 image."""
-    suite = codename()
     guest = [path.read_bytes() for path in sorted(GUEST.iterdir()) if path.is_file()]
     key = key_of(
         [suite, IMAGE_SIZE, *PACKAGES, *NOBODY_READS, *MASKED, *(f"{k}={v}" for k, v in sorted(FILES.items())), *guest]
@@ -91,9 +90,8 @@ def debootstrap(suite: str, tree: Path) -> None:
     mmdebstrap(suite, options, tree)
 
 
-def base_tar(progress: Progress) -> Path:
+def base_tar(progress: Progress, suite: str) -> Path:
     """A small Debian with Python as a tar, for the base image of sandboxes in the lab; there is no mirror inside."""
-    suite = codename()
 
     def make(work: Path) -> None:
         progress("lab: making a base image for sandboxes; once")
@@ -108,7 +106,7 @@ def mmdebstrap(suite: str, options: list[str], target: Path) -> None:
     log = cache_dir() / f"{target.name}-build.log"
     command = ["mmdebstrap", "--mode=root", "--aptopt=Apt::Install-Recommends false", *options]
     command += [f"--dpkgopt=path-exclude={path}" for path in NOBODY_READS]
-    command += [suite, str(target), *(str(path) for path in sorted(Apt().parts.iterdir()))]
+    command += [suite, str(target), *(str(path) for path in sorted(Apt(suite).parts.iterdir()))]
     # mmdebstrap wants a working directory that `_apt` may enter, which the cache in a home directory is not.
     with log.open("wb") as sink, tempfile.TemporaryDirectory(prefix="dsecd-lab-") as temporary:
         done = subprocess.run(command, cwd=temporary, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink)

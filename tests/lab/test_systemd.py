@@ -5,59 +5,27 @@ Runs in the lab VM after `make install`. The base image comes as a tar with the 
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
 
 import pytest
+from systemd_kit import UP_S, run, sandbox, sh, shell, show, until
 
-from dsecd.client import DSecClient, DSecContainerRunArgs, DsecError, Sandbox
+from dsecd.client import DSecClient, DSecFnCallArgs
 from dsecd.wire import execs
 from dsecd.wire import images as image_wire
 
 pytestmark = pytest.mark.lab
 
-T = TypeVar("T")
 SOCKET = Path("/run/dsecd/dsecd.sock")
 BASE_TAR = Path("/srv/base.tar")
 SLICE = Path("/sys/fs/cgroup/dsec.slice/dsecd-sandboxes.service")
 DROP_IN = Path("/run/systemd/system/dsecd.service.d/lab.conf")
-UP_S = 90.0  # everything is ten times slower under emulation
-
-
-def sh(line: str, check: bool = True) -> str:
-    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=180)
-    assert not check or done.returncode == 0, f"{line}: {done.stderr.strip() or done.stdout.strip()}"
-    return done.stdout.strip()
-
-
-def show(unit: str, what: str) -> str:
-    return sh(f"systemctl show -P {what} {unit}")
-
-
-def until(what: str, holds: Callable[[], bool], seconds: float = UP_S) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, (
-            f"{what}: not within {seconds:g} s\n{sh('journalctl -u dsecd -n 40', False)}"
-        )
-        time.sleep(0.1)
-
-
-def run(work: Callable[[DSecClient], Coroutine[Any, Any, T]]) -> T:
-    async def inside() -> T:
-        async with DSecClient() as client:
-            return await work(client)
-
-    return asyncio.run(inside())
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -83,23 +51,8 @@ def units() -> Iterator[None]:
 @pytest.fixture
 def box() -> Iterator[str]:
     """A running sandbox's id."""
-    args = DSecContainerRunArgs(container_image="base:lab", memory_limit_mb=128, pids_limit=64, cpu_cores_limit=0.5)
-
-    async def make(client: DSecClient) -> str:
-        return (await client.run_container(args)).id
-
-    ident = run(make)
-    yield ident
-
-    async def end(client: DSecClient) -> None:
-        with contextlib.suppress(DsecError):
-            await (await client.get(ident)).stop()
-
-    run(end)
-
-
-async def shell(client: DSecClient, ident: str, line: str, **options: Any) -> Any:
-    return await Sandbox(client, (await client.get(ident)).info).run_shell(line, **options)
+    with sandbox("base:lab", memory_limit_mb=128, pids_limit=64, cpu_cores_limit=0.5) as ident:
+        yield ident
 
 
 def test_units_are_up_and_say_so() -> None:
@@ -161,6 +114,21 @@ def test_apparmor_confines_commands(box: str) -> None:
         assert seen.stdout.splitlines()[-1] != "0"
 
     run(work)
+
+
+def test_apparmor_closes_what_a_mistake_opens(box: str) -> None:
+    """Root under the profile opens none of the daemon's records, trajectories and run files."""
+    log = f"/var/lib/dsecd/trajectory/{box}.log"
+    look = [f"import os; os.listdir({path!r})" for path in ("/var/lib/dsecd", "/run/dsecd", "/run/dsecd/sandboxes")]
+    look += [f"open({log!r}).read()", "open('/var/lib/dsecd/state.db')"]
+    if Path("/sys/kernel/security/apparmor/features/network_v9/af_unix").exists():  # who connects is asked since then
+        look.append(f'import socket; socket.socket(socket.AF_UNIX).connect("{SOCKET}")')
+    for line in look:
+        assert subprocess.run(["python3", "-c", line], capture_output=True).returncode == 0, line
+        confined = ["aa-exec", "-p", "dsec-sandbox", "--", "python3", "-c", line]
+        tried = subprocess.run(confined, capture_output=True, text=True)
+        assert tried.returncode != 0 and "PermissionError" in tried.stderr, (line, tried.stderr)
+    assert subprocess.run(["aa-exec", "-p", "dsec-sandbox", "--", "cat", "/etc/hostname"]).returncode == 0
 
 
 @pytest.mark.parametrize("way", ["restart", "kill"])
@@ -234,3 +202,38 @@ def test_doctor_fails_nothing() -> None:
     report = json.loads(sh("dsecctl --json doctor"))
     failed = [check for check in report if check["level"] == "fail"]
     assert failed == []
+
+
+CALLS = {
+    "ok": ("echo $((6 * 7))", {"expected": b"42"}),
+    "wrong_answer": ("echo 41", {"expected": b"42"}),
+    "memory_limit": ("head -c 300000000 /dev/zero | tail -c 200000000 >/dev/null; exit 1", {}),
+    "process_limit": ("for n in 1 2 3 4 5 6 7 8 9; do sleep 50 & done; wait", {"processes": 5, "wall_s": 20.0}),
+    "time_limit": ("while :; do :; done", {"cpu_s": 0.5, "wall_s": 60.0}),
+    "wall_limit": ("sleep 100", {"wall_s": 1.0}),
+    "output_limit": ("yes", {"cpu_s": 60.0}),
+    "denied": ("exec /etc/passwd", {}),
+}
+
+
+def test_calls_have_their_limits_from_cgroup_v2() -> None:
+    """Every limit by the controllers of v2, under the AppArmor profile; and nothing of any call stays."""
+
+    async def judge(client: DSecClient) -> dict[str, str]:
+        got = {}
+        for wanted, (line, more) in CALLS.items():
+            argv = ["/etc/passwd"] if wanted == "denied" else ["sh", "-c", line]
+            args = DSecFnCallArgs(argv=argv, container_image="base:lab", memory_limit_mb=64, **more)
+            for _ in range(3):
+                got[wanted] = (await client.fncall(args)).verdict
+        confined = await client.fncall(
+            DSecFnCallArgs(argv=["cat", "/proc/self/attr/current"], container_image="base:lab")
+        )
+        got["profile"] = confined.stdout.decode().strip()
+        small = await client.fncall(DSecFnCallArgs(argv=["true"], container_image="base:lab"))
+        got["peak"] = "small" if small.memory_kb < 8192 else f"{small.memory_kb} KiB"
+        return got
+
+    expected = {name: name for name in CALLS} | {"profile": "dsec-sandbox (enforce)", "peak": "small"}
+    assert run(judge) == expected
+    assert not sh("pgrep -f '^sleep 50'", False)

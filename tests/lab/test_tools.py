@@ -8,10 +8,13 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from apt import backports_of
+from apt import backports_of, sources_of
 from cache import LabError, key_of, product
 from delivery import read_disk, requirements
-from kernel import FRAGMENT, build, lost_options
+from kernel import FRAGMENT, run_make
+
+from dsecd.errors import DsecError
+from dsecd.vmm.kernel_source import build, lost_options
 
 pytestmark = pytest.mark.lab
 
@@ -53,6 +56,18 @@ def test_backports_of_a_one_line_source() -> None:
 
 def test_no_backports_of_a_source_without_the_suite() -> None:
     assert backports_of(DEB822, "trixie") == ""
+
+
+def test_another_suites_sources_are_these_ones_with_its_name() -> None:
+    changed = sources_of(DEB822, "bookworm", "trixie")
+    assert [line for line in changed.splitlines() if line.startswith("Suites:")] == [
+        "Suites: trixie trixie-updates",
+        "Suites: trixie-security",
+    ]
+    assert changed.count("http://mirror.invalid/debian") == DEB822.count("http://mirror.invalid/debian")
+    line = "deb http://bookworm.invalid/my-bookworm {} main\n"
+    assert sources_of(line.format("bookworm"), "bookworm", "trixie").strip() == line.format("trixie").strip()
+    assert sources_of("deb http://x.invalid cloud-bookworm main", "bookworm", "trixie") == ""
 
 
 def test_a_lost_kernel_option_is_named() -> None:
@@ -166,12 +181,12 @@ def kernel_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) ->
 
 
 def test_a_built_kernel_leaves_its_image_and_configuration_alone(kernel_tree: Path) -> None:
-    build(kernel_tree, "CONFIG_A=y\n", kernel_tree.parent)
+    build(kernel_tree, "CONFIG_A=y\n", kernel_tree.parent, run_make)
     assert sorted(path.name for path in kernel_tree.parent.iterdir()) == ["config", "vmlinux"]
     assert (kernel_tree.parent / "config").read_text() == "CONFIG_Z=y\nCONFIG_A=y\n"
 
 
 def test_a_kernel_that_lost_an_option_is_not_built(kernel_tree: Path) -> None:
-    with pytest.raises(LabError, match="lost CONFIG_NOT_HERE=y:"):
-        build(kernel_tree, "CONFIG_A=y\nCONFIG_NOT_HERE=y\n", kernel_tree.parent)
+    with pytest.raises(DsecError, match="lost CONFIG_NOT_HERE=y:"):
+        build(kernel_tree, "CONFIG_A=y\nCONFIG_NOT_HERE=y\n", kernel_tree.parent, run_make)
     assert not (kernel_tree.parent / "vmlinux").exists()

@@ -50,8 +50,11 @@ class Result:
 class LabVM:
     """A booted lab VM; `run` executes in it, `collect` brings results out."""
 
-    def __init__(self, kernel: Path, root: Path, console: Path, delivery: Path | None = None) -> None:
+    def __init__(
+        self, kernel: Path, root: Path, console: Path, delivery: Path | None = None, memory: int = MEMORY_MIB
+    ) -> None:
         self.kernel, self.root, self.console, self.delivery = kernel, root, console, delivery
+        self.memory = memory
         self.boot_s = 0.0
         self.release = ""
         self._stack = contextlib.ExitStack()
@@ -98,7 +101,7 @@ class LabVM:
     def _command(self, line_fd: int) -> list[str]:
         command = f"{qemu()} -nodefaults -no-user-config -display none -no-reboot".split()
         # No usable KVM is assumed; +svm gives the guest one of its own, which TCG emulates.
-        command += f"-M q35 -accel tcg,thread=multi -smp 2 -m {MEMORY_MIB} -cpu EPYC,+svm,+npt".split()
+        command += f"-M q35 -accel tcg,thread=multi -smp 2 -m {self.memory} -cpu EPYC,+svm,+npt".split()
         command += ["-kernel", str(self.kernel), "-append", COMMAND_LINE]
         command += ["-chardev", f"file,id=console,path={self.console}", "-serial", "chardev:console"]
         command += ["-device", "virtio-serial-pci", "-chardev", f"socket,id=line,fd={line_fd}"]
@@ -201,7 +204,7 @@ class LabVM:
 def qemu() -> str:
     """A QEMU whose emulation can be trusted, installed if need be."""
     if qemu_major() < QEMU_OLDEST:
-        Apt().install(["qemu-system-x86"], backports=True)
+        Apt().install(["qemu-system-x86"], newest=True)
         if qemu_major() < QEMU_OLDEST:
             raise LabError(f"{QEMU} is older than {QEMU_OLDEST}, and such a one crashes its guests")
     return shutil.which(QEMU) or QEMU

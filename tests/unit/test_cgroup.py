@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dsecd.container.cgroup import UNIT, CgroupLimits, Cgroups, SandboxCgroup, oci_resources
+from dsecd.cgroup.groups import UNIT, CgroupLimits, Cgroups, SandboxCgroup, oci_resources
 from dsecd.errors import DsecError
 
 V1 = ("memory", "pids", "cpu", "cpuacct", "freezer")
@@ -200,7 +200,7 @@ def test_limits_v1_keep_memory_below_memory_and_swap(
     (memory / "memory.limit_in_bytes").write_text(str(now))
     (memory / "memory.memsw.limit_in_bytes").write_text(str(now))
     written: list[str] = []
-    monkeypatch.setattr("dsecd.container.cgroup_files.write", lambda path, value: written.append(path.name))
+    monkeypatch.setattr("dsecd.cgroup.files.write", lambda path, value: written.append(path.name))
     hybrid.sandbox("box").set_limits(memory=64 << 20, pids=100, cpu=2)
     assert [name.split(".")[1].replace("limit_in_bytes", "limit") for name in written[:2]] == order
     assert written[2:] == ["pids.max", "cpu.cfs_period_us", "cpu.cfs_quota_us", "cpu.shares"]

@@ -272,6 +272,9 @@ def test_doctor_without_a_daemon_is_a_failed_check(dsecctl: Any) -> None:
         (("stop",), "name sandboxes"),
         (("stop", "--all-mine", "x"), "name sandboxes"),
         (("extend", "x"), "--ttl"),
+        (("vm", "vnc", "--listen", "5901", "x"), "no address"),
+        (("vm", "vnc", "--listen", "0.0.0.0:5901", "x"), "password"),
+        (("vm", "vnc", "--listen", "[::1]:70000", "x"), "no port"),
         (("api", "no.method"), "no method"),
         (("completion", "tcsh"), "tcsh"),
         (("-H", "http://x", "ps"), "neither"),
@@ -469,7 +472,7 @@ def _complete(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 
 
 def test_completion_of_commands_and_methods(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    assert {"ps", "pause"} == set(_complete(monkeypatch, capfd, "dsecctl", "p")) - {"p"}
+    assert {"ps", "pack", "pause", "project", "principal"} == set(_complete(monkeypatch, capfd, "dsecctl", "p")) - {"p"}
     assert "import" in _complete(monkeypatch, capfd, "dsecctl", "image", "im")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 
-from dsecd.disk.shift import ID_COUNT, shifted_acl, shifted_capability
+from dsecd.idshift import ID_COUNT, shifted_acl, shifted_capability
 
 SOURCE, TARGET = 5 << 20, 9 << 20
 

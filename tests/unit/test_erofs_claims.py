@@ -9,12 +9,13 @@ import stat
 import threading
 import time
 from array import array
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from dsecd.erofs import meta
-from dsecd.erofs.claims import DAY_S, Claims, host_owner
+from dsecd.erofs.claims import DAY_S, Claims, Gone, host_owner
 from dsecd.erofs.model import BLOCK, Built, ImageConfig, ImportJob, Manifest
 from dsecd.erofs.store import ImageStore
 from dsecd.erofs.tree import Node, Tree
@@ -37,6 +38,10 @@ def put(claims: Claims, root: Path, hexa: str) -> None:
 
 def age(path: Path, seconds: float) -> None:
     os.utime(path, (time.time() - seconds,) * 2)
+
+
+def swept(gone: Iterable[Gone]) -> list[str]:
+    return [one.name for one in gone]
 
 
 def never(_word: str) -> bool | None:
@@ -68,8 +73,8 @@ def test_a_sweep_spares_what_others_have(tmp_path: Path) -> None:
     put(b, tmp_path, Y)
     (tmp_path / "tmp-beef.data").touch()  # b is importing
     (tmp_path / "somebody's file").touch()
-    assert list(a.sweep([X], [X], never)) == []
-    assert list(a.sweep([], [], never)) == [f"{X}.data"]
+    assert swept(a.sweep([X], [X], never)) == []
+    assert swept(a.sweep([], [], never)) == [f"{X}.data"]
     assert names(tmp_path) == [f"{Y}.by-b", f"{Y}.data", "somebody's file", "tmp-beef.data"]
 
 
@@ -80,9 +85,9 @@ def test_a_host_that_is_gone_loses_its_claims(tmp_path: Path, old: None) -> None
     put(b, tmp_path, Y)
     age(tmp_path / f"{X}.by-b", 200)
     age(tmp_path / f"{Y}.by-b", 50)
-    assert list(a.sweep([X], [X], never)) == [f"{X}.by-b"]
+    assert swept(a.sweep([X], [X], never)) == [f"{X}.by-b"]
     age(tmp_path / f"{Y}.by-b", 200)
-    assert list(a.sweep([X], [X], never)) == [f"{Y}.by-b", f"{Y}.data"]
+    assert swept(a.sweep([X], [X], never)) == [f"{Y}.by-b", f"{Y}.data"]
     assert names(tmp_path) == [f"{X}.by-a", f"{X}.data"]
 
 
@@ -91,8 +96,8 @@ def test_a_heartbeat_renews_and_a_damaged_image_is_not_given_up(tmp_path: Path, 
     put(b, tmp_path, X)
     put(b, tmp_path, Y)
     age(tmp_path / f"{X}.by-b", 200)
-    assert list(b.sweep([X], [X, Y], never)) == []
-    assert list(a.sweep([], [], never)) == []
+    assert swept(b.sweep([X], [X, Y], never)) == []
+    assert swept(a.sweep([], [], never)) == []
     assert names(tmp_path) == [f"{X}.by-b", f"{X}.data", f"{Y}.by-b", f"{Y}.data"]
 
 
@@ -105,11 +110,11 @@ def test_what_the_dead_left(tmp_path: Path, old: None) -> None:
     for word in ("dead", "live", "f0e1"):
         (tmp_path / f"tmp-{word}.data".replace("live", "11fe")).touch()
     making = {"dead": False, "11fe": True}.get
-    assert list(b.sweep([], [X, Y], making)) == ["tmp-dead.data"]
+    assert swept(b.sweep([], [X, Y], making)) == ["tmp-dead.data"]
     for name in names(tmp_path):
         age(tmp_path / name, 2 * DAY_S)
     b.claim(Y)
-    assert list(b.sweep([Y], [Y], making)) == ["tmp-f0e1.data", f"{X}.data"]
+    assert swept(b.sweep([Y], [Y], making)) == ["tmp-f0e1.data", f"{X}.data"]
     assert names(tmp_path) == [f"{Y}.by-b", f"{Y}.data", "tmp-11fe.data"]
 
 
@@ -144,7 +149,7 @@ def test_two_hosts_at_once(tmp_path: Path) -> None:
         try:
             while not stop.is_set():
                 put(a, tmp_path, X)
-                list(a.sweep([], [], never))
+                swept(a.sweep([], [], never))
         except BaseException as exc:  # noqa: BLE001 (told below)
             trouble.append(exc)
 
@@ -158,7 +163,7 @@ def test_two_hosts_at_once(tmp_path: Path) -> None:
     stop.set()
     thread.join()
     assert trouble == []
-    list(a.sweep([], [], never))
+    swept(a.sweep([], [], never))
     assert names(tmp_path) == []
 
 

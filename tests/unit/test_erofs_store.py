@@ -103,6 +103,56 @@ def test_gc(store: ImageStore) -> None:
     assert store.gc(in_use=[used.digest]).freed_bytes == 0
 
 
+def test_gc_counts_what_it_frees_on_a_store(tmp_path: Path) -> None:
+    """Data of images that go, data that a crash left, and none that another host claims, too."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    ours = ImageStore(tmp_path / "a", stores={"nfs": shared}, data_store="nfs", owner="a")
+    theirs = ImageStore(tmp_path / "b", stores={"nfs": shared}, data_store="nfs", owner="b")
+    size = 1 << 20
+    gone, crashed, both = (put(ours, os.urandom(size), name) for name in ("gone", "crashed", "both"))
+    put(theirs, _content(ours, both), "both")
+    (ours.root / crashed.hex).rename(tmp_path / "crashed")
+    (ours.root / "names.json").unlink()
+    report = ours.gc()
+    assert set(report.images) == {gone.digest, both.digest} and report.orphans == (f"{crashed.hex}.data",)
+    assert 2 * size <= report.freed_bytes < 2 * size + (1 << 19)
+    assert ours.gc().freed_bytes == 0
+    assert sorted(p.name for p in shared.iterdir()) == sorted([f"{both.hex}.by-b", f"{both.hex}.data"])
+    theirs.verify(theirs.resolve("both"))
+
+
+def _content(store: ImageStore, image: Manifest) -> bytes:
+    """Of the one file of an image that `put` made of whole blocks."""
+    return store.data_path(image).read_bytes()
+
+
+@pytest.mark.parametrize("change", [
+    {"blob": "../../../etc/shadow"}, {"blob": "/etc/shadow"}, {"blob": ".."}, {"blob": "a/b"}, {"blob": "a\0b"},
+    {"chunk_size": 0}, {"sum_size": 0}, {"sum_size": -1}, {"sum_size": 1 << 20}, {"data_size": -4096},
+    {"meta_size": 0}, {"format": 1}, {"store": 7}, {"data_size": "x"},
+])  # fmt: skip
+def test_manifests_that_lie(tmp_path: Path, change: dict[str, Any]) -> None:
+    """Refused before anything is opened by what they say; the other images are as before."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    stores = {"nfs": shared}
+    store = ImageStore(tmp_path / "a", stores=stores, data_store="nfs")
+    good, bad = put(store, b"1", "good"), put(store, b"2", "bad")
+    path = store.root / bad.hex / "manifest.json"
+    document = msgspec.json.decode(path.read_bytes()) | change
+    path.unlink()
+    path.write_bytes(msgspec.json.encode(document))
+    later = ImageStore(store.root, stores=stores)
+    assert kind_of(later.resolve, "bad") == "image"
+    assert [m.digest for m in later.list()] == [good.digest]
+    later.gc()
+    assert (shared / f"{bad.hex}.data").exists(), "nobody can tell whose it is"
+    later.remove("bad")
+    assert not (shared / f"{bad.hex}.data").exists()
+    later.verify(good)
+
+
 def test_gc_against_imports_at_once(store: ImageStore) -> None:
     stop = threading.Event()
     problems: list[Exception] = []

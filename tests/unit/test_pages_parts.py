@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dsecd.erofs.model import CHUNK
+from dsecd.erofs.model import SUM
 from dsecd.erofs.pages import __main__ as process
 from dsecd.erofs.pages import fan
 from dsecd.erofs.pages.cachefile import CacheFile
@@ -70,7 +70,7 @@ class Cache:
         self.cache, self.run = top / "cache", top / "run"
         self.cache.mkdir()
         self.run.mkdir()
-        self.data = [os.urandom(CHUNK) for _ in range(chunks - 1)] + [b"tail" * 1024]
+        self.data = [os.urandom(SUM) for _ in range(chunks - 1)] + [b"tail" * 1024]
         self.sums = b"".join(hashlib.sha256(one).digest() for one in self.data)
         self.size = sum(map(len, self.data))
         self.hex = hashlib.sha256(self.sums).hexdigest()
@@ -102,7 +102,7 @@ def test_killed_server_loses_nothing(cache: Cache) -> None:
     again = cache.open()
     assert [chunk in again for chunk in range(4)] == [True, False, False, True]
     assert again.read(3) == cache.data[3] and again.length(3) == 4096
-    assert again.cached_bytes == 2 * CHUNK
+    assert again.cached_bytes == 2 * SUM
     file.close()
     again.close()
 
@@ -125,12 +125,12 @@ def test_hole_is_known_before_it_is_there(cache: Cache) -> None:
     file.save()
     file.clear(0)
     file.punch([0])
-    assert file.read(0) == bytes(CHUNK)
+    assert file.read(0) == bytes(SUM)
     file.close()
     cache.reboot()
     again = cache.open()
     assert 0 not in again and 1 in again
-    assert again.path.stat().st_blocks * 512 <= 2 * CHUNK
+    assert again.path.stat().st_blocks * 512 <= 2 * SUM
     again.close()
 
 
@@ -143,7 +143,7 @@ def test_maps_of_another_file_count_for_nothing(cache: Cache, harm: str) -> None
     maps = [*cache.run.glob("*.map"), *cache.cache.glob("*.saved")]
     match harm:
         case "truncated":
-            os.truncate(file.path, CHUNK)
+            os.truncate(file.path, SUM)
         case "replaced":
             file.path.rename(cache.cache / "old")
             file.path.touch()
@@ -163,7 +163,7 @@ def test_sums_must_be_the_digests(cache: Cache) -> None:
         CacheFile(cache.cache, cache.run, cache.hex, cache.sums[:-1] + b"x")
     file = CacheFile(cache.cache, cache.run, cache.hex, cache.sums)
     with pytest.raises(DsecError, match="sums for"):
-        file.open(cache.size + CHUNK)
+        file.open(cache.size + SUM)
     file.close()
 
 
@@ -196,19 +196,19 @@ def run_of(path: Path, *offsets: int, chunks: int = 10) -> None:
 
 def test_first_touches_in_order(tmp_path: Path) -> None:
     path = tmp_path / "trace"
-    run_of(path, 5 * CHUNK, CHUNK, 5 * CHUNK, 0)
+    run_of(path, 5 * SUM, SUM, 5 * SUM, 0)
     assert Trace(path, 10).ahead == [5, 1, 0]
-    run_of(path, CHUNK, 7 * CHUNK)
+    run_of(path, SUM, 7 * SUM)
     assert Trace(path, 10).ahead == [5, 1, 0, 7]
-    shown = figures(path, 10 * CHUNK)
-    assert (shown.runs, shown.touched_bytes, shown.touched_percent) == (2, 4 * GRAIN, 2.5)
+    shown = figures(path, 10 * SUM)
+    assert (shown.runs, shown.touched_bytes, shown.touched_percent) == (2, 4 * GRAIN, 10.0)
     assert shown.hit_rate == 0.0
 
 
 def test_order_is_learned_from_the_first_runs_only(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     for n in range(MAX_RUNS + 1):
-        run_of(path, n * CHUNK)
+        run_of(path, n * SUM)
     assert Trace(path, 10).ahead == list(range(MAX_RUNS))
     assert load(path).runs == MAX_RUNS + 1
 
@@ -219,12 +219,12 @@ def test_bad_trace_is_no_trace(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
     assert Trace(path, 10).ahead == []
     run_of(path, 0)
-    assert figures(path, CHUNK).touched_bytes == GRAIN
+    assert figures(path, SUM).touched_bytes == GRAIN
 
 
 def test_trace_of_an_image_that_is_gone(tmp_path: Path) -> None:
     run_of(tmp_path / "removed" / "trace", 0)
-    assert figures(tmp_path / "removed" / "trace", CHUNK).runs == 0
+    assert figures(tmp_path / "removed" / "trace", SUM).runs == 0
     assert list(tmp_path.iterdir()) == []
 
 

@@ -49,6 +49,8 @@ def test_good(tmp_path: Path) -> None:
     ("[stores.a]\nkind = 'registry'\nurl = 'https://r/x'", 3, "is not host[:port]/repository"),
     ("[stores.a]\nkind = 'registry'\nurl = 'r.example/x'\npath = '/x'", 4, "path is not for kind registry"),
     ("[stores.a]\nkind = 'http'\nurl = 'http://r/x'\ndirect = true", 4, "direct is for kind path only"),
+    ("[stores.a]\nkind = 'path'\npath = '/x'\ndirect = true\nsqueezed = true", 5, "squeezed is for"),
+    ("[stores.a]\nkind = 'registry'\nurl = 'r.example/x'\nsqueezed = true", 4, "squeezed is for kinds path and http"),
     ("[stores.a]\nkind = 'http'\nurl = 'http://r/x'\nredirects = 'h'", 4, "redirects = 'h': Expected `array`"),
 ])  # fmt: skip
 def test_bad(tmp_path: Path, text: str, line: int, words: str) -> None:
@@ -63,7 +65,8 @@ def test_bad(tmp_path: Path, text: str, line: int, words: str) -> None:
 def test_documented(tmp_path: Path) -> None:
     """What is printed loads as it is, and the example does when it is uncommented."""
     text = documented()
-    assert tomllib.loads(text).keys() == set(Config.__struct_fields__) - {"stores"}
+    tables = {"stores", "devices", "fncall", "environments", "network", "metrics"}
+    assert tomllib.loads(text).keys() == set(Config.__struct_fields__) - tables
     plain, _, example = text.partition("# [stores.NAME]\n")
     lines = [line.removeprefix("# ") for line in example.splitlines() if not line.startswith("#   ")]
     (tmp_path / "c").write_text(plain + "[stores.example]\n" + "\n".join(lines))

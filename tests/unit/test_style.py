@@ -31,6 +31,12 @@ def passes(*command: str | Path) -> None:
     assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout}{done.stderr}"
 
 
+def test_test_modules_have_names_of_their_own() -> None:
+    """`make test` imports the modules of both directories by their bare names: two of one name stop the whole run."""
+    names = sorted(p.name for top in ("unit", "functional") for p in (TREE / "tests" / top).glob("test_*.py"))
+    assert names == sorted(set(names))
+
+
 def test_ruff_check() -> None:
     passes(tool("ruff"), "check", "dsecd", "cli", "tests")
 

@@ -316,7 +316,7 @@ async def test_close_answers_everybody() -> None:
         await h.server.close()
         for pending, kinds in ((changing, {"outcome_unknown"}), (reading, {"network", "shutting_down"})):
             with pytest.raises(DsecError) as caught:
-                await peer.finish(pending)
+                await pending.finish()
             assert caught.value.kind in kinds
             assert caught.value.infra
 

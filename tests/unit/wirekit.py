@@ -69,6 +69,9 @@ class Toys:
         flow = call.outflow(params.window)
         for _ in range(params.size // 4096):
             await flow.write(b"x" * 4096)
+            if params.path == "/wait":
+                self.told += 1
+                await self.gate.wait()
         return files.FileRead(size=flow.sent)
 
     async def events(self, call: Call, params: wire.Events) -> base.Empty:

@@ -1,9 +1,10 @@
 """The page server's process.
 
-    python -m dsecd.erofs.pages CONFIG [--group-fd N]
+    python -m dsecd.erofs.pages CONFIG [--group-fd N] [--device-fd N]
 
-CONFIG: what the daemon wrote for it (JSON), or the daemon's own configuration (`*.toml`), under systemd. --group-fd: a
-copy of an earlier server's fanotify group; systemd hands it over from its FD store instead.
+CONFIG: what the daemon wrote for it (JSON), or the daemon's own configuration (`*.toml`), under systemd. --group-fd,
+--device-fd: copies of an earlier server's fanotify group and cachefiles device; systemd hands them over from its FD
+store instead.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import msgspec
 
 from dsecd.erofs.pages import fan
 from dsecd.erofs.pages.control import Control
+from dsecd.erofs.pages.fscache import DEVICE_NAME
 from dsecd.erofs.pages.model import GROUP_NAME, SOCKET, PagesConfig
 from dsecd.erofs.pages.server import PageServer
 from dsecd.erofs.stores import BlobStore, open_store
@@ -40,11 +42,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="dsecd-images", description="The page server of dsecd.")
     parser.add_argument("config", type=Path)
     parser.add_argument("--group-fd", type=int, default=None)
+    parser.add_argument("--device-fd", type=int, default=None)
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
         config = read_config(args.config)
-        run(config, {name: open_store(name, one) for name, one in config.stores.items()}, args.group_fd)
+        run(config, {name: open_store(name, one) for name, one in config.stores.items()}, args.group_fd, args.device_fd)
     except DsecError as exc:
         sys.stderr.write(f"dsecd-images: {exc.message}\n")
         return 1
@@ -63,14 +66,20 @@ def read_config(path: Path) -> PagesConfig:
         raise DsecError("invalid", f"{path}: {exc}") from exc
 
 
-def run(config: PagesConfig, stores: Mapping[str, BlobStore], group: int | None) -> None:
+def run(config: PagesConfig, stores: Mapping[str, BlobStore], group: int | None, device: int | None = None) -> None:
     """Serve until asked to stop."""
     _adapt_process()
     for path in (config.run, config.cache):
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
     with _lock(config.run / "lock"):
         try:
-            server = PageServer(config, stores, group if group is not None else inherited())
+            server = PageServer(
+                config,
+                stores,
+                group if group is not None else inherited(),
+                device if device is not None else inherited(DEVICE_NAME),
+                lambda fd: tell_systemd(f"FDSTORE=1\nFDNAME={DEVICE_NAME}\nFDPOLL=0", [fd]),
+            )
         except OSError as exc:
             raise DsecError("unsupported", f"fanotify cannot be used here: {exc.strerror}") from exc
         server.start()
@@ -82,6 +91,7 @@ def run(config: PagesConfig, stores: Mapping[str, BlobStore], group: int | None)
         log.info("serving %s, group %s%s", config.cache, server.generation, " (inherited)" * server.inherited)
         control.serve()
         tell_systemd(f"STOPPING=1\nFDSTOREREMOVE=1\nFDNAME={GROUP_NAME}")
+        tell_systemd(f"FDSTOREREMOVE=1\nFDNAME={DEVICE_NAME}")
         server.stop()
         logging.shutdown()
         os._exit(0)  # not waiting for threads that hang in a store
@@ -98,13 +108,13 @@ def _terminated(server: PageServer, control: Control) -> None:
         log.warning("images are in use: not ending; SIGKILL does, and the daemon starts the next one")
 
 
-def inherited() -> int | None:
-    """The group from systemd's FD store (sd_listen_fds(3))."""
+def inherited(wanted: str = GROUP_NAME) -> int | None:
+    """The group, or the device, from systemd's FD store (sd_listen_fds(3))."""
     if os.environ.get("LISTEN_PID") != str(os.getpid()):
         return None
     found = None
     for number, name in enumerate(os.environ.get("LISTEN_FDNAMES", "").split(":"), 3):
-        if name == GROUP_NAME and found is None:
+        if name == wanted and found is None:
             found = number
             os.set_inheritable(number, False)
     return found

@@ -25,7 +25,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Final
 
-from dsecd.erofs.model import CHUNK
+from dsecd.erofs.model import SUM
 from dsecd.erofs.tar import bad
 
 _HEAD: Final = struct.Struct("=8s40sQQ")  # magic, boot id, inode, size
@@ -64,7 +64,7 @@ class CacheFile:
         if self._map is not None:
             self._map.close()
             self._map = None
-        if -(-size // CHUNK) != self.chunks:
+        if -(-size // SUM) != self.chunks:
             raise bad(f"data {self.hex[:12]}: {self.chunks} sums for {size} bytes")
         found = os.fstat(self.fd).st_size
         if found != size:
@@ -95,28 +95,28 @@ class CacheFile:
 
     @property
     def cached_bytes(self) -> int:
-        return min(self.count * CHUNK, self.size)
+        return min(self.count * SUM, self.size)
 
     def sum(self, chunk: int) -> bytes:
         return self.sums[chunk * 32 : chunk * 32 + 32]
 
     def length(self, chunk: int) -> int:
-        return min(CHUNK, self.size - chunk * CHUNK)
+        return min(SUM, self.size - chunk * SUM)
 
     def write(self, chunk: int, data: bytes | memoryview) -> None:
         """The bytes only; the caller sets the bit after. What could be written in part is taken back."""
-        at, view = chunk * CHUNK, memoryview(data)
+        at, view = chunk * SUM, memoryview(data)
         try:
             while view:
                 n = os.pwrite(self.fd, view, at)
                 at, view = at + n, view[n:]
         except OSError:
             with contextlib.suppress(OSError):
-                punch(self.fd, chunk * CHUNK, CHUNK)
+                punch(self.fd, chunk * SUM, SUM)
             raise
 
     def read(self, chunk: int) -> bytes:
-        return os.pread(self.fd, self.length(chunk), chunk * CHUNK)
+        return os.pread(self.fd, self.length(chunk), chunk * SUM)
 
     def set(self, chunk: int) -> None:
         assert self._map is not None
@@ -152,7 +152,7 @@ class CacheFile:
                 self._saved[chunk] = 0
             self._write(self._saved_path, b"", bytes(self._saved), durable=True)
             for chunk in chunks:
-                punch(self.fd, chunk * CHUNK, CHUNK)
+                punch(self.fd, chunk * SUM, SUM)
 
     def in_use(self) -> bool:
         """Whether anybody but us has it open, a mount that only a dying process still sees included.

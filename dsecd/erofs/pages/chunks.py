@@ -21,7 +21,7 @@ from collections.abc import Callable
 from threading import Condition
 from typing import Final, Literal
 
-from dsecd.erofs.model import CHUNK
+from dsecd.erofs.model import SUM
 from dsecd.erofs.pages.cachefile import CacheFile
 from dsecd.erofs.pages.model import Trouble, Watched
 from dsecd.erofs.pages.trace import Trace
@@ -31,8 +31,8 @@ from dsecd.errors import DsecError
 log: Final = logging.getLogger(__name__)
 
 FAULT, AHEAD, TRACE = 0, 1, 2  # priorities
-RUN: Final = (4, 4, 4)  # chunks in one request, by priority of the first: bounds memory, and how long others wait
-MAX_AHEAD: Final = 4
+RUN: Final = (4, 8, 8)  # chunks in one request, by priority of the first: bounds memory, and how long others wait
+MAX_AHEAD: Final = 16
 STREAMS: Final = 16
 LIES: Final = 3  # wrong bytes for a chunk, then its readers wait no longer
 REST_S: Final = (0.05, 1.0)  # between tries: first, longest
@@ -43,10 +43,11 @@ NOBODY_WAITS_S: Final = 10.0  # how long a fetch may take that no reader waits f
 class Read:
     """A reader that waits in the kernel for `missing` chunks."""
 
-    __slots__ = ("deadline", "done", "fd", "file", "first", "missing", "slot")
+    __slots__ = ("came", "deadline", "done", "fd", "file", "first", "missing", "slot")
 
     def __init__(self, file: File | None, fd: int, slot: int, deadline: float) -> None:
         self.file, self.fd, self.slot, self.deadline = file, fd, slot, deadline
+        self.came = time.monotonic()
         self.first = 0  # chunk
         self.missing = 0
         self.done = False
@@ -234,12 +235,13 @@ class Fetcher:
         return []
 
     def _run(self, chunk: Chunk, length: int) -> list[Chunk]:
+        """With its neighbours that are at least as urgent: who waits for a chunk waits for no guess beside it."""
         run = [chunk]
         for step in (1, -1):
             while len(run) < length:
                 end = run[-1] if step == 1 else run[0]
                 other = chunk.file.wanted.get(end.index + step)
-                if other is None or other.state != "queued":
+                if other is None or other.state != "queued" or other.priority > chunk.priority:
                     break
                 run.insert(len(run) if step == 1 else 0, other)
         for one in run:
@@ -286,7 +288,7 @@ class Fetcher:
         try:
             if file.store is None:
                 raise DsecError("image", f"the store of data {file.cached.hex[:12]} is not in the config")
-            data = memoryview(file.store.read(file.blob, first * CHUNK, size, patience))
+            data = memoryview(file.store.read(file.blob, first * SUM, size, patience))
             if len(data) != size:
                 raise DsecError("image", f"store {file.store.name}: {len(data)} bytes instead of {size}")
         except DsecError as exc:
@@ -294,13 +296,13 @@ class Fetcher:
             return
         self.fetched += size
         for chunk in run:
-            at = (chunk.index - first) * CHUNK
+            at = (chunk.index - first) * SUM
             piece = data[at : at + file.cached.length(chunk.index)]
             if hashlib.sha256(piece).digest() == file.cached.sum(chunk.index):
                 self._write([chunk], piece)
                 continue
             chunk.lies += 1
-            what = f"mebibyte {chunk.index} of {file.blob[:80]} is not what the image says (chunks {first} to {last})"
+            what = f"piece {chunk.index} of {file.blob[:80]} is not what the image says (asked for {first} to {last})"
             self._failed([chunk], DsecError("image", f"store {file.store.name}: {what}"), final=chunk.lies >= LIES)
 
     def _write(self, run: list[Chunk], data: bytes | memoryview) -> bool:
@@ -309,7 +311,7 @@ class Fetcher:
             try:
                 chunk.file.cached.write(chunk.index, data)
             except OSError as exc:
-                if exc.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._make_room(RUN[TRACE] * CHUNK):
+                if exc.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._make_room(RUN[TRACE] * SUM):
                     raise
                 chunk.file.cached.write(chunk.index, data)
         except OSError as exc:

@@ -36,6 +36,8 @@ ANSWER_S: Final = 60.0
 UNIT: Final = "dsecd-images.service"
 PEEK_S: Final = 0.5
 SYSTEMD_S: Final = 3.0  # how long its unit has to come back before we start a server ourselves
+COMING_S: Final = 20.0  # the same while systemd says that it is coming: only that server gets what the FD store keeps
+ASK_S: Final = 5.0
 _REPO: Final = Path(__file__).resolve().parents[3]
 
 
@@ -70,6 +72,7 @@ class Pages:
         self._lock = threading.RLock()
         self._talk: socket.socket | None = None
         self._group: int | None = None
+        self._device: int | None = None
         self._generation = ""
         self._orphans: list[int] = []
         self._process: subprocess.Popen[bytes] | None = None
@@ -81,11 +84,14 @@ class Pages:
 
     def watch(self, watched: Watched) -> Path:
         """The file to mount. OSError: try another driver. DsecError: the image cannot be used."""
-        return Path(self._ask(Request(op="watch", watched=watched)).path)
+        path = Path(self._ask(Request(op="watch", watched=watched)).path)
+        self._share(watched)
+        return path
 
     def resume(self, watched: Watched) -> None:
         """Go on with a mount that is there. DsecError `image`: readers may have seen holes; end them, unmount."""
         self._ask(Request(op="resume", watched=watched))
+        self._share(watched)
 
     def mounted(self, image: str) -> None:
         self._ask(Request(op="mounted", image=image))
@@ -123,17 +129,18 @@ class Pages:
 
     def close(self) -> None:
         """Let go; the server ends when it has nothing to do, and goes on for mounts that stay."""
+        self._closed = True  # before the lock: whoever has it may be waiting for systemd
         with self._lock:
-            self._closed = True
             stopped = False
             if self._talk is not None:
                 with contextlib.suppress(OSError, EOFError, DsecError):
                     stopped = not self._once(Request(op="stop")).busy
                 self._talk.close()
                 self._talk = None
-            for fd in [*self._orphans, *([] if self._group is None else [self._group])]:
-                os.close(fd)
-            self._orphans, self._group = [], None
+            for fd in [*self._orphans, self._group, self._device]:
+                if fd is not None:
+                    os.close(fd)
+            self._orphans, self._group, self._device = [], None, None
             if self._watch is not None:
                 with contextlib.suppress(OSError):
                     self._watch.shutdown(socket.SHUT_RDWR)
@@ -177,27 +184,42 @@ class Pages:
 
     def _connect(self) -> None:
         """A connection to a server, which is started where there is none, and a copy of its group."""
-        if self._closed:
-            raise DsecError("shutting_down", "the daemon is stopping")
+        self._check_open()
         if self._talk is not None:
             return
         talk = self._reach() or self._start()
         try:
             talk.settimeout(ANSWER_S)
-            talk.sendall(msgspec.json.encode(Request(op="hello")) + b"\n")
-            first, fds, _, _ = socket.recv_fds(talk, 1 << 16, 1, socket.MSG_CMSG_CLOEXEC)
-            if not fds:
-                raise EOFError
-            if not first.endswith(b"\n"):
-                first += _line(talk)
+            self._hello(talk)
         except (OSError, EOFError):
             talk.close()
             raise
-        self._take_group(fds[0], msgspec.json.decode(first, type=Reply).stats)
         self._talk = talk
         self._watch = self._reach()
         self._keeper = threading.Thread(target=self._keep, args=(talk, self._watch), name="pages", daemon=True)
         self._keeper.start()
+
+    def _hello(self, talk: socket.socket) -> None:
+        talk.sendall(msgspec.json.encode(Request(op="hello")) + b"\n")
+        first, fds, _, _ = socket.recv_fds(talk, 1 << 16, 2, socket.MSG_CMSG_CLOEXEC)
+        if not fds:
+            raise EOFError
+        if not first.endswith(b"\n"):
+            first += _line(talk)
+        # The device is the one that the server has. Of another, which it lost, we must let go: its readers would hang.
+        if self._device is not None:
+            os.close(self._device)
+        self._device = fds[1] if len(fds) > 1 else None
+        self._take_group(fds[0], msgspec.json.decode(first, type=Reply).stats)
+
+    def _share(self, watched: Watched) -> None:
+        """Have a copy of the cachefiles device, too: it is opened with the first image that needs it."""
+        with self._lock:
+            if watched.metadata and self._device is None and self._talk is not None:
+                try:
+                    self._hello(self._talk)
+                except (OSError, EOFError):  # it died; the next one brings what it has
+                    self._drop()
 
     def _take_group(self, fd: int, stats: Stats | None) -> None:
         """Another generation is another group: the last server's was lost on the way, though we have it still.
@@ -225,26 +247,26 @@ class Pages:
         return talk
 
     def _start(self) -> socket.socket:
-        until = time.monotonic() + START_S
         if _systemd_runs_it():
-            while time.monotonic() < until - START_S + SYSTEMD_S:
-                if (talk := self._reach()) is not None:
-                    return talk
-                time.sleep(0.05)
+            if (talk := self._await_unit()) is not None:
+                return talk
+            self._check_open()
             # Ours ends with our own unit, and sandboxes that read from it must then end too.
             log.warning("%s does not run: starting a page server that lives no longer than this service", UNIT)
+        until = time.monotonic() + START_S
         self.config.run.mkdir(parents=True, exist_ok=True, mode=0o700)
         told = self.config.run / "config.json"
         told.write_bytes(msgspec.json.encode(self.config))
         told.chmod(0o600)
-        given = [] if self._group is None else [self._group]
+        given = {"group": self._group, "device": self._device}
+        kept = {name: fd for name, fd in given.items() if fd is not None}
         if self._process is not None:
             self._process.wait(START_S)
         with (self.config.run / "log").open("ab") as noise:
             process = self._process = subprocess.Popen(
-                [*self._program, str(told), *(f"--group-fd={fd}" for fd in given)],
-                stdin=subprocess.DEVNULL, stdout=noise, stderr=noise, pass_fds=given, start_new_session=True,
-                env=_environment(),
+                [*self._program, str(told), *(f"--{name}-fd={fd}" for name, fd in kept.items())],
+                stdin=subprocess.DEVNULL, stdout=noise, stderr=noise, pass_fds=tuple(kept.values()),
+                start_new_session=True, env=_environment(),
             )  # fmt: skip
         while time.monotonic() < until:
             if (talk := self._reach()) is not None:
@@ -254,6 +276,24 @@ class Pages:
             time.sleep(0.01)
         said = (self.config.run / "log").read_bytes()[-500:].decode("utf-8", "replace").strip()
         raise DsecError("unsupported", f"the page server did not start: {said.splitlines()[-1] if said else 'no word'}")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise DsecError("shutting_down", "the daemon is stopping")
+
+    def _await_unit(self) -> socket.socket | None:
+        """Its server, unless it does not run and systemd does not mean to start it."""
+        began = time.monotonic()
+        patience = SYSTEMD_S
+        while not self._closed:
+            if (talk := self._reach()) is not None:
+                return talk
+            if time.monotonic() > began + patience:
+                if patience == COMING_S or not _systemd_is_at_it():
+                    break
+                patience = min(patience + SYSTEMD_S, COMING_S)
+            time.sleep(0.05)
+        return None
 
     def _keep(self, mine: socket.socket, watch: socket.socket | None) -> None:
         """Sits on a connection of its own, and brings the server back when that breaks."""
@@ -295,6 +335,22 @@ def _systemd_runs_it() -> bool:
     if not Path("/run/systemd/system").exists():
         return False
     return any((Path(top) / "systemd/system" / UNIT).exists() for top in ("/etc", "/usr/local/lib", "/usr/lib", "/lib"))
+
+
+def _systemd_is_at_it() -> bool:
+    """Whether the unit runs, or is being started (again). A systemd that does not answer is thought to be at it.
+
+    Only a daemon that is a service itself is served by it: one started by hand has directories of its own.
+    """
+    if "NOTIFY_SOCKET" not in os.environ:
+        return False
+    try:
+        told = subprocess.run(["systemctl", "is-active", UNIT], capture_output=True, text=True, timeout=ASK_S)
+    except subprocess.TimeoutExpired:
+        return True
+    except OSError:
+        return False
+    return told.stdout.strip() in ("active", "activating", "reloading", "deactivating")
 
 
 def _environment() -> dict[str, str]:

@@ -60,7 +60,8 @@ class Control:
                     return
                 reply = msgspec.json.encode(self._reply(request)) + b"\n"
                 if request.op == "hello":
-                    socket.send_fds(peer, [reply], [self._server.group])
+                    device = self._server.fscache.device
+                    socket.send_fds(peer, [reply], [self._server.group, *([] if device is None else [device])])
                 else:
                     peer.sendall(reply)
                 if request.op == "stop" and self._ended.is_set():

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from threading import Condition, Lock
 from typing import Final
 
-from dsecd.erofs.model import CHUNK
+from dsecd.erofs.model import SUM
 from dsecd.erofs.pages.chunks import AHEAD, Chunk, Fetcher, File
 
 log: Final = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Evictor:
         self.evicted = 0
 
     def used(self) -> int:
-        return sum(file.cached.count for file in list(self._files.values())) * CHUNK
+        return sum(file.cached.count for file in list(self._files.values())) * SUM
 
     def keep_bound(self) -> None:
         over = self.used() - self._bound
@@ -61,7 +61,7 @@ class Evictor:
     def make_room(self, size: int) -> bool:
         """Free at least one chunk of the `size` bytes asked for. False: nothing may go now."""
         with self._turn:
-            victims = self._choose(-(-size // CHUNK))
+            victims = self._choose(-(-size // SUM))
             for file, chunks in victims.items():
                 self._evict(file, chunks)
             return bool(victims)
@@ -103,7 +103,7 @@ class Evictor:
     def _evict(self, file: File, chunks: list[int]) -> None:
         try:
             file.cached.punch(chunks)
-            self.evicted += len(chunks) * CHUNK
+            self.evicted += len(chunks) * SUM
         except OSError as exc:  # the bytes stay on disk, unknown, and are fetched again when wanted
             log.warning("cannot punch holes into %s: %s", file.cached.path, exc.strerror)
         with self._lock:

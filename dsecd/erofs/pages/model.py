@@ -7,6 +7,7 @@ from typing import Final, Literal
 
 from msgspec import Struct
 
+from dsecd.erofs.pages.fscache import DATA
 from dsecd.erofs.stores import StoreConfig
 
 SOCKET: Final = "sock"  # in the run directory
@@ -39,7 +40,10 @@ class PagesConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Watched(Struct, frozen=True, kw_only=True):
-    """An image to be filled on demand: whose data, of what size and sums, from where, and where its trace is kept."""
+    """An image to be filled on demand: whose data, of what size and sums, from where, and where its trace is kept.
+
+    metadata: the path of the image's metadata, when it is to be mounted through fscache.
+    """
 
     image: str
     data_digest: str
@@ -48,14 +52,20 @@ class Watched(Struct, frozen=True, kw_only=True):
     store: str
     blob: str
     trace: str = ""
+    metadata: str = ""
 
     @property
     def hex(self) -> str:
         return self.data_digest.removeprefix("sha256:")
 
+    @property
+    def key(self) -> str:
+        """Of its file in the server's table: the same data may be there both ways."""
+        return f"{DATA}{self.hex}" if self.metadata else self.hex
+
 
 class Request(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """op `hello` is answered with a copy of the fanotify group beside the reply.
+    """op `hello` is answered with copies of the fanotify group and, once it is open, the cachefiles device.
 
     `watch`: mark the cache file; mount it after the reply. `resume`: the same for a mount that is there already;
     refused when readers may have seen holes meanwhile. `mounted`: the mount has opened the file. `unwatch`: the mount
@@ -90,7 +100,11 @@ class ImageStats(Struct, frozen=True, kw_only=True):
 
 
 class Stats(Struct, frozen=True, kw_only=True):
-    """Counters since the server started, and the cache as it is now. event_us: what answering one costs, on average."""
+    """Counters since the server started, and the cache as it is now. event_us: what answering one costs, on average.
+
+    waited, waited_s: reads that had to wait and were answered, and how long in all.
+    device: it has /dev/cachefiles.
+    """
 
     pid: int
     generation: str
@@ -107,6 +121,9 @@ class Stats(Struct, frozen=True, kw_only=True):
     cached_bytes: int
     cache_bytes: int
     images: tuple[ImageStats, ...] = ()
+    device: bool = False
+    waited: int = 0
+    waited_s: float = 0.0
 
 
 class Reply(Struct, frozen=True, kw_only=True, omit_defaults=True):

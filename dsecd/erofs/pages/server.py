@@ -19,14 +19,15 @@ import secrets
 import select
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from dsecd.erofs.model import CHUNK
+from dsecd.erofs.model import SUM
 from dsecd.erofs.pages import fan
 from dsecd.erofs.pages.chunks import FAULT, Fetcher, File, Read
 from dsecd.erofs.pages.evict import Evictor
+from dsecd.erofs.pages.fscache_server import Fscache, OndemandRead
 from dsecd.erofs.pages.journal import Journal, Pending
 from dsecd.erofs.pages.model import ImageStats, PagesConfig, Stats, Trouble, Watched
 from dsecd.erofs.pages.table import Table
@@ -44,9 +45,19 @@ RELEASE_S: Final = 2.0  # how long `unwatch` waits for a mount that was just unm
 
 
 class PageServer:
-    """Make it, `start` it, hand it requests, `stop` it. group: a copy of an earlier server's, or None."""
+    """Make it, `start` it, hand it requests, `stop` it. group, device: copies of an earlier server's, or None.
 
-    def __init__(self, config: PagesConfig, stores: Mapping[str, BlobStore], group: int | None) -> None:
+    keep_device: see `Fscache`.
+    """
+
+    def __init__(
+        self,
+        config: PagesConfig,
+        stores: Mapping[str, BlobStore],
+        group: int | None,
+        device: int | None = None,
+        keep_device: Callable[[int], None] = lambda _: None,
+    ) -> None:
         self.config = config
         self.inherited = group is not None
         self._stores = stores
@@ -54,12 +65,14 @@ class PageServer:
         self._journal = Journal(config.run / "journal")
         first = group if group is not None else fan.new_group()
         self.group = fan.out_of_the_way(first)
+        device = fan.out_of_the_way(device) if device is not None else None
         self._owed = self._reserve()  # before anything else is opened
         self.generation = self._generation()
         self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._fetcher = Fetcher(
-            self._lock, finish=self._finish, make_room=lambda size: self._evictor.make_room(size),
-            prefetch_workers=max(1, config.workers // 4),
+            self._lock, finish=self._finish,
+            make_room=lambda size: self._evictor.make_room(size) or self.fscache.cull(size),
+            prefetch_workers=max(1, config.workers * 3 // 8),
         )  # fmt: skip
         self._table = Table(config, self._lock, self._fetcher)
         self._evictor = Evictor(
@@ -70,7 +83,18 @@ class PageServer:
             settle_s=config.settle_s,
             mark=self._mark,
         )
+        self.fscache = Fscache(
+            config,
+            self._lock,
+            self._table,
+            self._fetcher,
+            device=device,
+            keep=keep_device,
+            attach=self._attach,
+            ask=self._asked,
+        )
         self._reads: dict[Read, None] = {}
+        self._waited, self._waited_s = 0, 0.0
         self._threads: list[threading.Thread] = []
         self._stopping = False
         self._events = self._hits = self._denied = 0
@@ -81,6 +105,7 @@ class PageServer:
     def start(self) -> None:
         self._table.load()
         self._restore()
+        self.fscache.start()
         for pending in self._owed:
             self._answer_for_the_dead(pending)
         names = ["reader", "keeper", *(f"worker-{n}" for n in range(self.config.workers))]
@@ -99,6 +124,7 @@ class PageServer:
         until = time.monotonic() + STOP_S
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))  # one may hang in its store; it holds nothing of ours
+        self.fscache.stop()
         for file in self._table.all():
             file.cached.save()
             file.cached.close()
@@ -138,8 +164,8 @@ class PageServer:
             every.marked = every.cached.ino in marked
             every.marked_at = time.monotonic()
         for note in self._table.notes():
-            file = self._table.files.get(note.watched.hex)
-            if file is None:
+            file = self._table.files.get(note.watched.key)
+            if file is None:  # the file is gone, or `Fscache` makes it
                 continue
             self._attach(file, note.watched)
             self._fetcher.prefetch(file, file.traces[note.watched.image].ahead)
@@ -240,19 +266,29 @@ class PageServer:
     @staticmethod
     def _span(file: File, event: fan.Event) -> range:
         end = min(event.offset + (event.length or file.cached.size), file.cached.size)
-        return range(event.offset // CHUNK, -(-end // CHUNK)) if end > event.offset else range(0)
+        return range(event.offset // SUM, -(-end // SUM)) if end > event.offset else range(0)
 
     def _deadline(self) -> float:
         return time.monotonic() + self.config.deadline_s
 
+    def _asked(self, file: File, offset: int, length: int, read: Read) -> None:
+        self._events += 1
+        self._ask(file, fan.Event(fan.NOFD, 0, offset, length), read)
+
     def _finish(self, read: Read, error: int) -> None:
         """Answer. The slot is free before the number is: see `journal`."""
-        if read.fd >= 0:
+        if isinstance(read, OndemandRead):
+            self.fscache.finish(read)
+        elif read.fd >= 0:
             fan.answer(self.group, read.fd, error)
         with self._lock:
-            self._reads.pop(read, None)
+            if read in self._reads:
+                del self._reads[read]
+                self._waited += 1
+                self._waited_s += time.monotonic() - read.came
             self._denied += error != 0
-            self._journal.clear(read.slot)
+            if not isinstance(read, OndemandRead):
+                self._journal.clear(read.slot)
         if read.fd >= 0:
             os.close(read.fd)
 
@@ -266,6 +302,7 @@ class PageServer:
                 now = time.monotonic()
                 self._expire(now)
                 self._evictor.keep_bound()
+                self.fscache.tick(now)
                 self._unmark_complete()
                 if now >= next_save:
                     next_save = now + SAVE_S
@@ -338,7 +375,10 @@ class PageServer:
     # -- requests ------------------------------------------------------------------------------------------------
 
     def watch(self, watched: Watched, *, resume: bool) -> Path:
-        """Mark the file of an image, and the path to mount. OSError: not on this file system."""
+        """Mark the file of an image, and the path to mount. OSError: not on this file system, or not by fscache."""
+        if watched.metadata:
+            self.fscache.watch(watched, resume=resume)
+            return Path()
         with self._table.claimed(watched) as file:
             return self._watch(file, watched, resume)
 
@@ -388,6 +428,7 @@ class PageServer:
     def unwatch(self, image: str) -> bool:
         """True: the file is free. False: somebody still has it open; it stays marked until nobody has."""
         free = True
+        self.fscache.forget(image)
         for file in self._table.of(image):
             with self._lock:
                 trace = file.traces.pop(image)
@@ -425,7 +466,8 @@ class PageServer:
                 pid=os.getpid(), generation=self.generation, inherited=self.inherited, events=self._events,
                 hits=self._hits, waits=self._events - self._hits, denied=self._denied,
                 requests=self._fetcher.requests, fetched_bytes=self._fetcher.fetched,
-                shared_bytes=self._fetcher.shared, evicted_bytes=self._evictor.evicted,
+                shared_bytes=self._fetcher.shared, evicted_bytes=self._evictor.evicted + self.fscache.culled,
                 event_us=round(1e6 * self._event_s / self._events, 1) if self._events else 0.0,
                 cached_bytes=self._evictor.used(), cache_bytes=self.config.cache_bytes, images=images,
+                device=self.fscache.device is not None, waited=self._waited, waited_s=round(self._waited_s, 6),
             )  # fmt: skip

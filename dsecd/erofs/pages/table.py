@@ -12,8 +12,10 @@ from typing import Final
 
 import msgspec
 
+from dsecd.erofs.pages import fscache
 from dsecd.erofs.pages.cachefile import CacheFile
 from dsecd.erofs.pages.chunks import Fetcher, File
+from dsecd.erofs.pages.fscache_file import OndemandFile
 from dsecd.erofs.pages.model import PagesConfig, Watched
 from dsecd.errors import DsecError
 
@@ -60,6 +62,13 @@ class Table:
         except (DsecError, OSError):
             cached.close()
             raise
+        return self._enter(cached)
+
+    def _ondemand(self, watched: Watched, sums: bytes) -> OndemandFile:
+        root = self._config.cache / "fscache"
+        return OndemandFile(watched.hex, sums, watched.data_size, lambda: fscache.find(root, watched.key))
+
+    def _enter(self, cached: CacheFile) -> File:
         file = File(cached)
         with self._lock:
             self.files[cached.hex] = file
@@ -73,7 +82,7 @@ class Table:
     def claimed(self, watched: Watched) -> Iterator[File]:
         """The file of an image, made unless it is there; meanwhile it is not forgotten."""
         with self._turn:
-            file = self.files.get(watched.hex) or self._new(watched)
+            file = self.files.get(watched.key) or self._new(watched)
             file.claims += 1
         try:
             yield file
@@ -83,6 +92,8 @@ class Table:
 
     def _new(self, watched: Watched) -> File:
         sums = Path(watched.sums).read_bytes()
+        if watched.metadata:
+            return self._enter(self._ondemand(watched, sums))
         kept = self._config.cache / f"{watched.hex}.sums"
         kept.with_suffix(".new").write_bytes(sums)
         kept.with_suffix(".new").rename(kept)  # before the file it is about: a file without sums is nobody's

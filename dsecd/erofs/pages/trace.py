@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
-from dsecd.erofs.model import CHUNK
+from dsecd.erofs.model import SUM
 
 GRAIN: Final = 1 << 16  # what a touch is counted in; EROFS asks for this much at once
 MAX_RUNS: Final = 8
@@ -68,7 +68,7 @@ class Trace:
         self._chunks = chunks
         self._seen = bytearray(chunks)
         self._order: list[int] = []
-        self._grains = bytearray(-(-chunks * (CHUNK // GRAIN) // 8))
+        self._grains = bytearray(-(-chunks * (SUM // GRAIN) // 8))
         kept = self._before.touched[: len(self._grains)]
         self._grains[: len(kept)] = kept
         self._events = self._hits = 0
@@ -85,7 +85,7 @@ class Trace:
         self._changed = True
         for grain in range(offset // GRAIN, min(-(-(offset + count) // GRAIN), len(self._grains) * 8)):
             self._grains[grain >> 3] |= 1 << (grain & 7)
-            chunk = grain * GRAIN // CHUNK
+            chunk = grain * GRAIN // SUM
             if chunk < self._chunks and not self._seen[chunk]:
                 self._seen[chunk] = 1
                 if len(self._order) < MAX_CHUNKS:

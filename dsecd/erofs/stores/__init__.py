@@ -38,11 +38,14 @@ def open_store(name: str, config: StoreConfig) -> BlobStore:
     from dsecd.erofs.stores.directory import DirectoryStore
     from dsecd.erofs.stores.http import HttpStore
     from dsecd.erofs.stores.registry import RegistryStore
+    from dsecd.erofs.stores.squeezed import SqueezedStore
 
+    store: BlobStore
     match config.kind:
         case "path":
-            return DirectoryStore(name, config)
+            store = DirectoryStore(name, config)
         case "http":
-            return HttpStore(name, config)
+            store = HttpStore(name, config)
         case "registry":
-            return RegistryStore(name, config)
+            store = RegistryStore(name, config)
+    return SqueezedStore(store) if config.squeezed else store

@@ -48,7 +48,7 @@ class DirectoryStore:
         except Late as exc:
             raise unreadable(self.name, blob, f"no answer within {timeout_s:g} s") from exc
         except OSError as exc:
-            raise unreadable(self.name, blob, exc.strerror or str(exc)) from exc
+            raise unreadable(self.name, blob, exc.strerror or str(exc), errno=exc.errno) from exc
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

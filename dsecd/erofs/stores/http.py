@@ -19,6 +19,7 @@ from dsecd.errors import DsecError
 
 IDLE_MAX: Final = 16
 REDIRECTS_MAX: Final = 4
+PIECE: Final = 1 << 18  # read1 allocates what it is asked for
 RANGE: Final = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 
 
@@ -144,7 +145,7 @@ class Ranges:
                 raise unreadable(self._store, blob, f"only {len(data)} of {size} bytes in time")
             if connection.sock is not None:
                 connection.sock.settimeout(left)
-            piece = response.read1(size - len(data))
+            piece = response.read1(min(size - len(data), PIECE))
             if not piece:
                 raise unreadable(self._store, blob, f"{len(data)} bytes instead of {size}")
             data += piece

@@ -5,18 +5,17 @@ The distribution specification: GET /v2/<name>/blobs/<digest>; a 401 names a tok
 
 from __future__ import annotations
 
-import base64
 import http.client
 import ipaddress
 import re
 import time
-from pathlib import Path
 from threading import Lock
 from typing import Any, Final
 from urllib.parse import quote, urlencode, urlsplit
 
 import msgspec
 
+from dsecd.erofs.logins import login_of
 from dsecd.erofs.stores import StoreConfig, unreadable
 from dsecd.erofs.stores.http import Connections, Ranges
 from dsecd.errors import DsecError
@@ -122,16 +121,3 @@ def authorize(challenge: str, scope: str, login: str, connections: Connections, 
         raise ValueError("its token server sent no token")
     seconds = answer.get("expires_in")
     return f"Bearer {token}", float(seconds) if isinstance(seconds, int | float) else TOKEN_S
-
-
-def login_of(authfile: str, host: str) -> str:
-    """`auth` of a host in a containers-auth.json(5) file, as Basic wants it; "" for none."""
-    if not authfile:
-        return ""
-    try:
-        document = msgspec.json.decode(Path(authfile).read_bytes())
-        text = document["auths"][host]["auth"]
-        base64.b64decode(text, validate=True)
-    except (OSError, msgspec.MsgspecError, KeyError, TypeError, ValueError):
-        return ""
-    return str(text)

@@ -61,6 +61,7 @@ class CgroupStats:
     oom_kills: int = 0
     pids_max_hits: int = 0
     throttled_usec: int = 0
+    swap: int = 0
 
 
 class ControllerFiles(Protocol):
@@ -69,6 +70,8 @@ class ControllerFiles(Protocol):
     def oom_kills(self) -> int: ...
     def pids_hits(self) -> int: ...
     def allow_swap(self, allow: bool) -> None: ...
+    def in_steps(self) -> bool: ...
+    def memory(self) -> tuple[int, int]: ...
     def reclaim(self, amount: int) -> int: ...
 
 
@@ -90,7 +93,11 @@ class V2Files:
             oom_kills=self.oom_kills(),
             pids_max_hits=self.pids_hits(),
             throttled_usec=cpu.get("throttled_usec", 0),
+            swap=_number(self._path / "memory.swap.current"),
         )
+
+    def memory(self) -> tuple[int, int]:
+        return _number(self._path / "memory.current"), _number(self._path / "memory.swap.current")
 
     def oom_kills(self) -> int:
         return _table(self._path / "memory.events").get("oom_kill", 0)
@@ -108,6 +115,9 @@ class V2Files:
         """A running sandbox has none (its memory limit is all it gets); a paused one may be swapped out."""
         if (self._path / "memory.swap.max").exists():
             write(self._path / "memory.swap.max", "max" if allow else 0)
+
+    def in_steps(self) -> bool:
+        return (self._path / "memory.reclaim").exists()  # Linux 5.19
 
     def reclaim(self, amount: int) -> int:
         before = _number(self._path / "memory.current")
@@ -135,7 +145,12 @@ class V1Files:
             oom_kills=self.oom_kills(),
             pids_max_hits=self.pids_hits(),
             throttled_usec=_table(self._where("cpu") / "cpu.stat").get("throttled_time", 0) // 1000,
+            swap=usage.get("total_swap", 0),
         )
+
+    def memory(self) -> tuple[int, int]:
+        memory = self._where("memory")
+        return _number(memory / "memory.usage_in_bytes"), _table(memory / "memory.stat").get("total_swap", 0)
 
     def oom_kills(self) -> int:
         return _table(self._where("memory") / "memory.oom_control").get("oom_kill", 0)
@@ -160,6 +175,9 @@ class V1Files:
 
     def allow_swap(self, allow: bool) -> None:
         """Nothing to do: v1 bounds memory and swap together, so swapping out is always allowed."""
+
+    def in_steps(self) -> bool:
+        return False
 
     def reclaim(self, amount: int) -> int:
         memory = self._where("memory")  # v1 cannot be told how much

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from dsecd.container.cgroup_files import (
+from dsecd.cgroup.files import (
     CgroupLimits,
     CgroupStats,
     ControllerFiles,
@@ -34,6 +34,7 @@ from dsecd.container.cgroup_files import (
     oci_resources,
     write,
 )
+from dsecd.cgroup.meter import V1, V2, CallMeter
 from dsecd.errors import DsecError
 
 __all__ = ["CgroupLimits", "CgroupStats", "Cgroups", "SandboxCgroup", "oci_resources"]
@@ -199,6 +200,12 @@ class SandboxCgroup:
         for path in (self.unified / "cgroup.procs", self.unified):
             os.chown(path, owner_uid, owner_uid)
 
+    def create_all(self) -> None:
+        """In every hierarchy, for a process of ours that no OCI runtime starts. Nothing in them is given away."""
+        wanted = [self._v1_path(name) for name in (*NEEDED, "cpuacct")] if self._cgroups.layout == "hybrid" else []
+        for path in (self.unified, *wanted):
+            path.mkdir(mode=0o755, parents=True, exist_ok=True)
+
     def seal(self) -> None:
         """After the runtime's create: on v2 crun gives away the kernel's whole delegation list.
 
@@ -213,13 +220,13 @@ class SandboxCgroup:
         return os.open(self.unified, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def freeze(self, timeout: float = _FREEZE_S) -> None:
-        self._set_frozen(True, timeout)
+        set_frozen(self.unified, True, timeout)
 
     def thaw(self, timeout: float = _FREEZE_S) -> None:
-        self._set_frozen(False, timeout)
+        set_frozen(self.unified, False, timeout)
 
     def is_frozen(self) -> bool:
-        return _event(self.unified / "cgroup.events", "frozen")
+        return is_frozen(self.unified)
 
     def is_populated(self) -> bool:
         try:
@@ -262,23 +269,57 @@ class SandboxCgroup:
     def pids_hits(self) -> int:
         return self._files.pids_hits()
 
+    def call_meter(self, *, memory: int, pids: int) -> CallMeter:
+        """For a sandbox of calls; memory and pids are its own limits, between calls."""
+        if self._cgroups.layout == "v2":
+            return CallMeter(self.unified, self.unified, V2, memory, pids)
+        return CallMeter(self._v1_path("memory"), self._v1_path("pids"), V1, memory, pids)
+
     def allow_swap(self, allow: bool) -> None:
         """For pausing, before `reclaim`: without it only file pages can go."""
         self._files.allow_swap(allow)
+
+    @property
+    def in_steps(self) -> bool:
+        """Whether `reclaim` keeps to its amount. Else all that can go goes at once, and on an old v2 nothing does."""
+        return self._files.in_steps()
 
     def reclaim(self, amount: int) -> int:
         """Give back up to `amount` bytes (v1: all it can); returns what became free. Takes as long as the disk does."""
         return self._files.reclaim(amount)
 
+    def memory(self) -> tuple[int, int]:
+        """Bytes in use, and bytes swapped out: three small reads."""
+        return self._files.memory()
+
+    def open_members(self) -> Iterator[tuple[int, int]]:
+        """Pid and pidfd of each process inside; the descriptor is closed when the next one is asked for."""
+        for group in _descend(self.unified):
+            for pid in _members(group / "cgroup.procs"):
+                with contextlib.suppress(ProcessLookupError):
+                    fd = os.pidfd_open(pid)
+                    try:
+                        if pid in _members(group / "cgroup.procs"):  # not a number that was reused meanwhile
+                            yield pid, fd
+                    finally:
+                        os.close(fd)
+
     def _v1_path(self, controller: str) -> Path:
         return self._cgroups.root / controller / self._cgroups.base.lstrip("/") / self.sandbox_id
 
-    def _set_frozen(self, frozen: bool, timeout: float) -> None:
-        write(self.unified / "cgroup.freeze", int(frozen))
-        if not _wait_event(self.unified / "cgroup.events", "frozen", frozen, timeout):
-            if frozen:  # never leave it half-way: a task in an uninterruptible wait may take for ever
-                write(self.unified / "cgroup.freeze", 0)
-            raise DsecError("timeout", f"{self.sandbox_id} did not {'freeze' if frozen else 'thaw'} in {timeout:g} s")
+
+def set_frozen(group: Path, frozen: bool, timeout: float) -> None:
+    """Freeze or thaw a group of the cgroup2 tree and wait until it is; `timeout` when it does not."""
+    write(group / "cgroup.freeze", int(frozen))
+    if not _wait_event(group / "cgroup.events", "frozen", frozen, timeout):
+        if frozen:  # never leave it half-way: a task in an uninterruptible wait may take for ever
+            write(group / "cgroup.freeze", 0)
+        raise DsecError("timeout", f"{group.name} did not {'freeze' if frozen else 'thaw'} in {timeout:g} s")
+
+
+def is_frozen(group: Path) -> bool:
+    """Of a group of the cgroup2 tree."""
+    return _event(group / "cgroup.events", "frozen")
 
 
 def _checked(base: str) -> str:

@@ -1,0 +1,1 @@
+"""cgroups of sandboxes: v2 and hybrid, limits, freezing, killing, figures."""

@@ -1,0 +1,1 @@
+"""Calls: stateless programs in pools of places that are there before them. Keeps nothing between two calls."""

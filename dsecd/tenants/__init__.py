@@ -1,0 +1,1 @@
+"""Who may do what, and how much: projects, principals, tokens, quotas, the audit log."""
