@@ -13,22 +13,25 @@ __all__ = ["NEEDS_BACKPORTS", "Apt", "backports_of", "codename", "missing", "sou
 
 
 class Apt(PrivateApt):
-    """suite: empty for the machine's own; another one comes from the same mirrors."""
+    """suite: empty for the machine's own; another one comes from the same mirrors. backports: of the suite, too."""
 
-    def __init__(self, suite: str = "") -> None:
+    def __init__(self, suite: str = "", *, backports: bool = False) -> None:
         self._other = suite if suite != codename() else ""
-        super().__init__(cache_dir() / (f"apt-{suite}" if self._other else "apt"))
+        self._backports = backports
+        super().__init__(cache_dir() / "-".join(filter(None, ["apt", self._other, "backports" if backports else ""])))
 
     def _write_parts(self, machine: Path) -> None:
         super()._write_parts(machine)
-        if not self._other:
-            return
-        for part in list(self.parts.iterdir()):
-            text = "" if part.name.startswith("backports-") else sources_of(part.read_text(), self.suite, self._other)
-            if text:
-                part.write_text(text)
-            else:
-                part.unlink()
+        if self._other:
+            for part in list(self.parts.iterdir()):
+                text = sources_of(part.read_text(), self.suite, self._other)
+                if text and not part.name.startswith("backports-"):
+                    part.write_text(text)
+                else:
+                    part.unlink()
+        for part in list(self.parts.iterdir()) if self._backports else ():
+            if text := backports_of(part.read_text(), self._other or self.suite):
+                part.with_name(f"backports-{part.name}").write_text(text)
 
 
 def sources_of(text: str, suite: str, other: str) -> str:

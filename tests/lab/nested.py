@@ -1,8 +1,7 @@
-"""Tests of guests of the lab's guest: they have more than one try.
+"""Tests of guests of the lab's guest: they have a lab VM of their own (run.py), and more than one try.
 
-KVM there stands on an SVM that QEMU emulates, and that is not sound under load. Seen with QEMU 10.0.2 and nothing of
-ours running, eight small guests that tick beside a busy loop: of twelve three stood still for ever and one had a kernel
-panic; once the lab's own kernel fell over in svm_vcpu_run. A guest that stands still looks as if we had lost a command.
+KVM there stands on an SVM that QEMU emulates; emulator.py says what became of guests under its older versions. A guest
+that stands still looks as if we had lost a command.
 """
 
 from __future__ import annotations
@@ -10,6 +9,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import ParamSpec
+
+import pytest
 
 P = ParamSpec("P")
 TRIES = 3
@@ -30,4 +31,4 @@ def nested(test: Callable[P, None]) -> Callable[P, None]:
                     raise
                 AGAIN.append(f"{test.__name__}: {exc!r}"[:2000])
 
-    return tried
+    return pytest.mark.nested(tried)

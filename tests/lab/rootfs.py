@@ -87,7 +87,7 @@ def debootstrap(suite: str, tree: Path) -> None:
         pin = f"Package: qemu* seabios\\nPin: release n={suite}-backports\\nPin-Priority: 600\\n"
         where = '"$1"/etc/apt/preferences.d'
         options.append(f"--setup-hook=mkdir -p {where}; printf '{pin}' > {where}/dsecd-lab")
-    mmdebstrap(suite, options, tree)
+    mmdebstrap(suite, options, tree, Apt(suite).parts)
 
 
 def base_tar(progress: Progress, suite: str) -> Path:
@@ -95,18 +95,19 @@ def base_tar(progress: Progress, suite: str) -> Path:
 
     def make(work: Path) -> None:
         progress("lab: making a base image for sandboxes; once")
-        mmdebstrap(suite, [f"--include={','.join(BASE_PACKAGES)}", "--variant=essential"], work / "base.tar")
+        options = [f"--include={','.join(BASE_PACKAGES)}", "--variant=essential"]
+        mmdebstrap(suite, options, work / "base.tar", Apt(suite).parts)
 
     return product("labbase", key_of([suite, *BASE_PACKAGES, *NOBODY_READS]), make) / "base.tar"
 
 
-def mmdebstrap(suite: str, options: list[str], target: Path) -> None:
+def mmdebstrap(suite: str, options: list[str], target: Path, sources: Path) -> None:
     if absent := missing(["mmdebstrap", "e2fsprogs"]):
         Apt().install(absent)
     log = cache_dir() / f"{target.name}-build.log"
     command = ["mmdebstrap", "--mode=root", "--aptopt=Apt::Install-Recommends false", *options]
     command += [f"--dpkgopt=path-exclude={path}" for path in NOBODY_READS]
-    command += [suite, str(target), *(str(path) for path in sorted(Apt(suite).parts.iterdir()))]
+    command += [suite, str(target), *(str(path) for path in sorted(sources.iterdir()))]
     # mmdebstrap wants a working directory that `_apt` may enter, which the cache in a home directory is not.
     with log.open("wb") as sink, tempfile.TemporaryDirectory(prefix="dsecd-lab-") as temporary:
         done = subprocess.run(command, cwd=temporary, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink)

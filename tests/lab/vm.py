@@ -10,8 +10,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-import re
-import shutil
 import socket
 import subprocess
 import tempfile
@@ -21,11 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from apt import Apt
 from cache import LabError
+from emulator import qemu
 
-QEMU = "qemu-system-x86_64"
-QEMU_OLDEST = 8  # 7.2 miscompiles under TCG: random double faults in the guest
 MEMORY_MIB = 3072
 RESULT_BYTES = 1 << 30  # sparse
 BOOT_S = 300.0  # twelve on an idle host, forty on one that compiles at the same time
@@ -55,6 +51,7 @@ class LabVM:
     ) -> None:
         self.kernel, self.root, self.console, self.delivery = kernel, root, console, delivery
         self.memory = memory
+        self._qemu = qemu()
         self.boot_s = 0.0
         self.release = ""
         self._stack = contextlib.ExitStack()
@@ -99,7 +96,7 @@ class LabVM:
         )
 
     def _command(self, line_fd: int) -> list[str]:
-        command = f"{qemu()} -nodefaults -no-user-config -display none -no-reboot".split()
+        command = [*self._qemu, "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]
         # No usable KVM is assumed; +svm gives the guest one of its own, which TCG emulates.
         command += f"-M q35 -accel tcg,thread=multi -smp 2 -m {self.memory} -cpu EPYC,+svm,+npt".split()
         command += ["-kernel", str(self.kernel), "-append", COMMAND_LINE]
@@ -199,20 +196,3 @@ class LabVM:
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()
-
-
-def qemu() -> str:
-    """A QEMU whose emulation can be trusted, installed if need be."""
-    if qemu_major() < QEMU_OLDEST:
-        Apt().install(["qemu-system-x86"], newest=True)
-        if qemu_major() < QEMU_OLDEST:
-            raise LabError(f"{QEMU} is older than {QEMU_OLDEST}, and such a one crashes its guests")
-    return shutil.which(QEMU) or QEMU
-
-
-def qemu_major() -> int:
-    if not shutil.which(QEMU):
-        return 0
-    text = subprocess.run([QEMU, "--version"], capture_output=True, text=True).stdout
-    found = re.search(r"version (\d+)\.", text)
-    return int(found[1]) if found else 0
