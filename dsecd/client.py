@@ -15,11 +15,13 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from typing import Any, Final, Literal, TypeVar, cast
 
 import msgspec
 
+from dsecd.client_execs import SandboxExecCalls
+from dsecd.client_files import SandboxFileCalls
 from dsecd.client_fncall import DSecFnCallArgs, FnCallCalls
 from dsecd.client_images import ImageCalls
 from dsecd.client_jobs import JobCalls
@@ -39,15 +41,13 @@ from dsecd.client_types import (
     result_of,
 )
 from dsecd.errors import DsecError
-from dsecd.trees import TreeReport, pack, unpack_stream
-from dsecd.wire import base, execs, files
+from dsecd.wire import base, execs
 from dsecd.wire import devices as device_wire
 from dsecd.wire import environments as env_wire
 from dsecd.wire import sandbox as wire
 from dsecd.wire import screen as screen_wire
 from dsecd.wire import vms as vm_wire
 from dsecd.wire.peer import Notified, Peer, Pending
-from dsecd.wire.stream import CHUNK, Inflow
 
 __all__ = [
     "DSecClient", "DSecContainerRunArgs", "DSecFnCallArgs", "DSecFullVMRunArgs", "DSecMicroVMRunArgs", "DSecNeeds",
@@ -56,7 +56,6 @@ __all__ = [
 
 T = TypeVar("T")
 DEFAULT_URL: Final = "unix:///run/dsecd/dsecd.sock"
-INLINE: Final = 1 << 20  # up to this a file travels in the request itself
 
 
 class DSecClient(
@@ -289,7 +288,7 @@ class SandboxFailed(DsecError):
         super().__init__(cast(Any, failed.kind), failed.message, infra=failed.infra, retryable=failed.retryable)
 
 
-class Sandbox(SandboxNetworkCalls):
+class Sandbox(SandboxExecCalls, SandboxFileCalls, SandboxNetworkCalls):
     """One sandbox. `info` is what the daemon said last; `refresh` asks again."""
 
     def __init__(self, client: DSecClient, info: wire.Sandbox) -> None:
@@ -358,209 +357,10 @@ class Sandbox(SandboxNetworkCalls):
     async def stats(self) -> wire.Stats:
         return cast(wire.Stats, await self._client.call("sandbox.stats", wire.ById(id=self.id)))
 
-    # -- commands -----------------------------------------------------------------------------------------------------
-    async def run_shell(self, command: str, **options: Any) -> ExecResult:
-        """Run a line with the image's /bin/sh. Options as in `exec`."""
-        return await self._run(execs.Run(id=self.id, shell=command), **options)
-
-    async def exec(self, argv: list[str], **options: Any) -> ExecResult:
-        """Run a program. timeout: seconds, then it is killed with all its descendants and `timed_out` is set.
-
-        stdin: bytes or text; env, cwd, user; cap_bytes: output kept per stream; request_id: the idempotency key. fresh:
-        in a copy of its files that is made for this command: none of its processes, and nothing that it does stays.
-        keep: paths; of what the sandbox wrote, a fresh command sees these, and the images' own files elsewhere.
-        """
-        return await self._run(execs.Run(id=self.id, argv=argv), **options)
-
-    async def _run(
-        self, params: execs.Run, *, timeout: float | None = None, stdin: bytes | str | None = None,
-        env: Mapping[str, str] | None = None, cwd: str | None = None, user: str | None = None,
-        cap_bytes: int = 8 << 20, request_id: str | None = None, fresh: bool = False,
-        keep: Iterable[str] = (),
-    ) -> ExecResult:  # fmt: skip
-        data = stdin.encode() if isinstance(stdin, str) else stdin
-        if data is not None and len(data) > base.MAX_INLINE:
-            if fresh:
-                raise DsecError("invalid", f"stdin of a fresh command is at most {base.MAX_INLINE} bytes: write a file")
-            return await self._run_fed(params, data, timeout, env, cwd, user, cap_bytes, request_id)
-        params.timeout_s, params.stdin, params.env, params.fresh = timeout, data, dict(env or {}), fresh
-        params.cwd, params.user, params.cap_bytes, params.request_id = cwd, user, cap_bytes, request_id
-        params.keep = [*keep]
-        return await self._client.ran("exec.run", params)
-
-    async def _run_fed(
-        self, params: execs.Run, data: bytes, timeout: float | None, env: Mapping[str, str] | None, cwd: str | None,
-        user: str | None, cap_bytes: int, request_id: str | None,
-    ) -> ExecResult:  # fmt: skip
-        """More stdin than one message holds: start, feed, wait."""
-        started = await self.start(
-            params.argv or ["/bin/sh", "-c", params.shell or ""], stdin=True, timeout=timeout, env=env, cwd=cwd,
-            user=user, cap_bytes=cap_bytes, request_id=request_id,
-        )  # fmt: skip
-        await started.write(data, eof=True)
-        return await started.wait()
-
-    async def start(
-        self, argv: list[str], *, stdin: bool = False, tty: bool = False, rows: int = 24, cols: int = 80,
-        follow: bool = False, timeout: float | None = None, env: Mapping[str, str] | None = None,
-        cwd: str | None = None, user: str | None = None, cap_bytes: int = 8 << 20, request_id: str | None = None,
-    ) -> Process:  # fmt: skip
-        """Start a program and go on. follow: `output` is read next, and from its first byte nothing is lost."""
-        params = execs.Start(
-            id=self.id, argv=argv, stdin=stdin, tty=tty, rows=rows, cols=cols, follow=follow, timeout_s=timeout,
-            env=dict(env or {}), cwd=cwd, user=user, cap_bytes=cap_bytes, request_id=request_id,
-        )  # fmt: skip
-        started: execs.Started = await self._client.call("exec.start", params)
-        return Process(self._client, self.id, started.exec_id)
-
-    def process(self, exec_id: str) -> Process:
-        """A command that was started before, perhaps by somebody else."""
-        return Process(self._client, self.id, exec_id)
-
-    async def session(
-        self, *, shell: str = "/bin/sh", env: Mapping[str, str] | None = None, cwd: str | None = None,
-        user: str | None = None,
-    ) -> Session:  # fmt: skip
-        """Open a shell that keeps its directory and variables."""
-        params = execs.SessionOpen(id=self.id, shell=shell, env=dict(env or {}), cwd=cwd, user=user)
-        opened: execs.Session = await self._client.call("session.open", params)
-        return Session(self._client, self.id, opened.session_id)
-
-    # -- files --------------------------------------------------------------------------------------------------------
-    async def read_file(self, path: str | bytes, *, offset: int = 0, size: int = 0) -> bytes:
-        """The bytes of a file; size 0: to its end."""
-        params = files.Read(id=self.id, offset=offset, size=size, stream=True, **_path(path))
-
-        async def send(peer: Peer) -> bytes:
-            pending = peer.start("file.read", params, window=params.window)
-            assert pending.inflow is not None
-            chunks = [chunk async for chunk in pending.inflow]
-            await pending.finish()
-            return b"".join(chunks)
-
-        return await self._client.carry("file.read", params, send)
-
-    async def write_file(
-        self, path: str | bytes, data: bytes | str, *, mode: int = 0o644, append: bool = False, exclusive: bool = False,
-        uid: int | None = None, gid: int | None = None,
-    ) -> int:  # fmt: skip
-        """Replace a file (by rename); parent directories are made. Returns its size."""
-        raw = data.encode() if isinstance(data, str) else data
-        params = files.Write(id=self.id, mode=mode, append=append, exclusive=exclusive, uid=uid, gid=gid, **_path(path))
-        if len(raw) <= INLINE:
-            params.data = raw
-            params.stream = False
-        else:
-            params.stream = True
-
-        async def send(peer: Peer) -> files.Written:
-            pending = peer.start("file.write", params)
-            if params.stream:
-                await pending.pour(_chunks(raw))
-            return cast(files.Written, await pending.finish())
-
-        return (await self._client.carry("file.write", params, send)).size
-
-    async def list_dir(self, path: str | bytes) -> list[files.Entry]:
-        found: files.Entries = await self._client.call("file.list", files.ListDir(id=self.id, **_path(path)))
-        return found.entries
-
-    async def stat(self, path: str | bytes, *, follow: bool = True) -> files.Stat:
-        params = files.StatParams(id=self.id, follow=follow, **_path(path))
-        return cast(files.Stat, await self._client.call("file.stat", params))
-
-    async def mkdir(self, path: str | bytes, *, mode: int = 0o755, parents: bool = True) -> None:
-        await self._client.call("file.mkdir", files.Mkdir(id=self.id, mode=mode, parents=parents, **_path(path)))
-
-    async def remove(self, path: str | bytes, *, recursive: bool = False) -> None:
-        await self._client.call("file.remove", files.Remove(id=self.id, recursive=recursive, **_path(path)))
-
-    async def rename(self, path: str | bytes, to: str | bytes) -> None:
-        target = _path(to)
-        params = files.Rename(id=self.id, to=target.get("path", ""), to_raw=target.get("path_raw"), **_path(path))
-        await self._client.call("file.rename", params)
-
-    async def upload(
-        self, local: str | os.PathLike[str], path: str | bytes, *, name: str | None = None, uid: int | None = 0,
-        gid: int | None = None,
-    ) -> TreeReport:  # fmt: skip
-        """Copy a local file's or directory's content below `path`. Everything belongs to uid unless that is None.
-
-        name: what the file or the directory itself is called below `path`.
-        """
-        params = files.Upload(id=self.id, uid=uid, gid=gid, **_path(path))
-
-        async def send(peer: Peer) -> TreeReport:
-            issues: list[str] = []
-            done = await _unpacked(peer.start("tree.upload", params), pack(local, issues, name=name))
-            return TreeReport(done.entries, [*issues, *done.issues])
-
-        return await self._client.carry("tree.upload", params, send)
-
-    async def upload_tar(
-        self, stream: AsyncIterator[bytes], path: str | bytes, *, uid: int | None = None, gid: int | None = None
-    ) -> TreeReport:
-        """Unpack a tar stream below `path`. Entries belong to whom the tar says, or to uid."""
-        params = files.Upload(id=self.id, uid=uid, gid=gid, **_path(path))
-        done = await _unpacked(await self._client.begin("tree.upload", params), stream)
-        return TreeReport(done.entries, done.issues)
-
-    async def download(self, path: str | bytes, local: str | os.PathLike[str]) -> TreeReport:
-        """Copy what is below `path` into a local directory. Nothing is ever written outside it."""
-        pending, source = await self._download(path)
-        issues = await unpack_stream(source, local)
-        done: files.TreeDone = await pending.finish()
-        return TreeReport(done.entries, [*done.issues, *issues])
-
-    async def download_tar(self, path: str | bytes, write: Callable[[bytes], Awaitable[object]]) -> TreeReport:
-        """What is below `path` as a tar, given to `write` piece by piece."""
-        pending, source = await self._download(path)
-        while chunk := await source.take():
-            await write(chunk)
-        done: files.TreeDone = await pending.finish()
-        return TreeReport(done.entries, done.issues)
-
-    async def _download(self, path: str | bytes) -> tuple[Pending, Inflow]:
-        params = files.Download(id=self.id, **_path(path))
-        pending = await self._client.begin("tree.download", params, window=params.window)
-        assert pending.inflow is not None
-        return pending, pending.inflow
-
-    async def connect_port(self, port: int) -> Tunnel:
-        """A byte tunnel to a TCP port inside."""
-        return await self._tunnel(execs.PortConnect(id=self.id, port=port))
-
-    async def connect_vnc(self) -> Tunnel:
-        """A connection to a full VM's screen, in VNC's protocol (RFC 6143): a viewer's end of it."""
-        return await self._tunnel(execs.PortConnect(id=self.id, port="vnc"))
-
-    async def _tunnel(self, params: execs.PortConnect) -> Tunnel:
-        return Tunnel(await self._client.begin("port.connect", params, window=params.window))
-
-
-async def _unpacked(pending: Pending, stream: AsyncIterator[bytes]) -> files.TreeDone:
-    await pending.pour(stream)
-    return cast(files.TreeDone, await pending.finish())
-
 
 def _lease_of(info: wire.Sandbox) -> float | None:
     """Of one that was made just now: what is left of it."""
     return None if info.lease_deadline is None else max(info.lease_deadline - time.time(), 0.5)
-
-
-def _path(path: str | bytes) -> dict[str, Any]:
-    if isinstance(path, str):
-        return {"path": path}
-    try:
-        return {"path": path.decode()}
-    except UnicodeDecodeError:
-        return {"path_raw": path}
-
-
-async def _chunks(data: bytes) -> AsyncIterator[bytes]:
-    view = memoryview(data)
-    for start in range(0, len(view), CHUNK):
-        yield cast(bytes, view[start : start + CHUNK])
 
 
 from dsecd.client_sync import DSecSyncClient  # noqa: E402 - it wraps the classes above

@@ -31,6 +31,7 @@ CONNECT_S: Final = 20.0
 CANCEL_S: Final = 5.0
 TMPDIR_MAX: Final = 80
 PREFIX: Final = "dsec-ssh-"
+PROBE_S: Final = 2.0
 OLD_S: Final = 60.0  # longer than a tunnel that is being made has no socket
 
 
@@ -94,9 +95,11 @@ async def _spawn(argv: list[str]) -> asyncio.subprocess.Process:
 def _with_us() -> tuple[str, ...]:
     """What to put before a command that shall end when this process is killed; nothing where setpriv cannot do it."""
     words = ("setpriv", "--pdeathsig", "TERM")
-    if shutil.which(words[0]) is None or subprocess.run([*words, "true"], capture_output=True).returncode:
-        return ()
-    return words
+    try:
+        able = subprocess.run([*words, "true"], capture_output=True, timeout=PROBE_S).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        able = False
+    return words if able else ()
 
 
 def _sweep(parent: Path) -> None:
