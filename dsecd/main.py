@@ -71,7 +71,8 @@ from dsecd.vmm.select import find_driver
 from dsecd.wire import rollouts as rollout_wire
 from dsecd.wire.access import AUDITED
 from dsecd.wire.base import Params
-from dsecd.wire.server import Call, Server, bound
+from dsecd.wire.call import Call
+from dsecd.wire.server import Server, bound
 from dsecd.wire.trajectory import Who
 from dsecd.wire.watch import Watch
 

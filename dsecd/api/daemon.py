@@ -20,7 +20,8 @@ from dsecd.sandbox.draining import drain
 from dsecd.sandbox.manager import Manager
 from dsecd.wire import daemon as wire
 from dsecd.wire.base import PROTOCOL
-from dsecd.wire.server import Call, Server
+from dsecd.wire.call import Call
+from dsecd.wire.server import Server
 
 
 class DaemonApi:

@@ -6,7 +6,7 @@ from dsecd.errors import DsecError
 from dsecd.sandbox.manager import Manager
 from dsecd.wire import devices as wire
 from dsecd.wire.access import ROOT, within
-from dsecd.wire.server import Call
+from dsecd.wire.call import Call
 
 Strings = list[str]  # `list` is a method below
 

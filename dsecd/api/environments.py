@@ -14,8 +14,8 @@ from dsecd.erofs.envjobs import run_export, run_load
 from dsecd.sandbox.manager import Manager
 from dsecd.sandbox.packing import pack
 from dsecd.wire import environments as wire
+from dsecd.wire.call import Call
 from dsecd.wire.images import Image
-from dsecd.wire.server import Call
 
 _WHAT = {
     "max_mb": "most data of a pack, in MiB",

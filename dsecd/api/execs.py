@@ -19,7 +19,7 @@ from dsecd.sandbox.sessions import Sessions
 from dsecd.vmm.fullvm import FullVm
 from dsecd.wire import base
 from dsecd.wire import execs as wire
-from dsecd.wire.server import Call
+from dsecd.wire.call import Call
 
 
 class ExecApi:

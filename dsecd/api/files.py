@@ -11,7 +11,7 @@ from dsecd.sandbox.live import Live
 from dsecd.sandbox.manager import Manager
 from dsecd.wire import base
 from dsecd.wire import files as wire
-from dsecd.wire.server import Call
+from dsecd.wire.call import Call
 
 INFLOW: Final = 4 << 20
 

@@ -11,7 +11,7 @@ from typing import Final
 from dsecd.erofs.model import Progress
 from dsecd.errors import DsecError
 from dsecd.wire import base
-from dsecd.wire.server import Call
+from dsecd.wire.call import Call
 from dsecd.wire.stream import CHUNK
 
 INFLOW: Final = 4 << 20

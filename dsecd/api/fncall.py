@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dsecd.fncall.runner import Runner
 from dsecd.wire import fncall as wire
-from dsecd.wire.server import Call
+from dsecd.wire.call import Call
 
 
 class FnCallApi:

@@ -10,8 +10,8 @@ from dsecd.rollout.service import Rollouts
 from dsecd.sandbox.manager import Manager
 from dsecd.tenants.audit import AuditLog
 from dsecd.wire.access import AUDITED, RANK, ROOT, within
+from dsecd.wire.call import Call, Handler, Peer
 from dsecd.wire.methods import METHODS
-from dsecd.wire.server import Call, Handler, Peer
 
 # They give an image a name, and names are everybody's.
 _NAMING: Final = frozenset(

@@ -19,7 +19,7 @@ from dsecd.erofs.store import ImageStore
 from dsecd.errors import DsecError
 from dsecd.wire import base
 from dsecd.wire import images as wire
-from dsecd.wire.server import Call
+from dsecd.wire.call import Call
 
 
 class ImageApi:

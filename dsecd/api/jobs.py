@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dsecd.sandbox.jobs import Jobs
 from dsecd.wire import jobs as wire
-from dsecd.wire.server import Call
+from dsecd.wire.call import Call
 
 
 class JobApi:

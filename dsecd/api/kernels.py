@@ -13,7 +13,7 @@ from dsecd.vmm import kernel_jobs
 from dsecd.vmm.kernel import Kernel, KernelStore
 from dsecd.wire import base
 from dsecd.wire import kernels as wire
-from dsecd.wire.server import Call
+from dsecd.wire.call import Call
 
 
 class KernelApi:

@@ -6,7 +6,7 @@ from dsecd.net.rules import Grant
 from dsecd.sandbox.manager import Manager
 from dsecd.sandbox.networks import set_network, shown
 from dsecd.wire import network as wire
-from dsecd.wire.server import Call
+from dsecd.wire.call import Call
 
 
 class NetworkApi:

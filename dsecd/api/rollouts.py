@@ -6,7 +6,7 @@ from dsecd.errors import DsecError
 from dsecd.rollout.service import Rollouts
 from dsecd.wire import base
 from dsecd.wire import rollouts as wire
-from dsecd.wire.server import Call
+from dsecd.wire.call import Call
 
 
 class RolloutApi:

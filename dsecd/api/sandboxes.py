@@ -12,7 +12,7 @@ from dsecd.sandbox.manager import Manager
 from dsecd.wire import base
 from dsecd.wire import sandbox as wire
 from dsecd.wire.access import within
-from dsecd.wire.server import Call
+from dsecd.wire.call import Call
 
 AT_ONCE: Final = 64  # creations of one create_many under way; the backend bounds what really runs side by side
 

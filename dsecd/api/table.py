@@ -24,7 +24,7 @@ from dsecd.reload import Reloader
 from dsecd.rollout.service import Rollouts
 from dsecd.sandbox.jobs import Jobs
 from dsecd.sandbox.manager import Manager
-from dsecd.wire.server import Handler
+from dsecd.wire.call import Handler
 from dsecd.wire.watch import TraceCalls, Watch
 
 

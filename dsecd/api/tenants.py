@@ -7,7 +7,7 @@ from dsecd.tenants.model import Actor
 from dsecd.tenants.service import Tenants
 from dsecd.wire import base
 from dsecd.wire import tenants as wire
-from dsecd.wire.server import Call, Peer
+from dsecd.wire.call import Call, Peer
 
 
 class TenantApi:

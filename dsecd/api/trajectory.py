@@ -11,7 +11,7 @@ from msgspec import Raw
 from dsecd.errors import DsecError
 from dsecd.sandbox.manager import Manager
 from dsecd.wire import trajectory as wire
-from dsecd.wire.server import Call
+from dsecd.wire.call import Call
 from dsecd.wire.stream import CHUNK
 
 

@@ -12,7 +12,7 @@ from dsecd.vmm.disk_job import DiskJob
 from dsecd.vmm.disk_jobs import run_disk_job
 from dsecd.vmm.disks import DiskStore, VmImage
 from dsecd.wire import images as wire
-from dsecd.wire.server import Call
+from dsecd.wire.call import Call
 
 MIB = 1 << 20
 

@@ -10,7 +10,7 @@ from dsecd.vmm.fullvm import FullVm
 from dsecd.wire import base
 from dsecd.wire import screen as screen_wire
 from dsecd.wire import vms as wire
-from dsecd.wire.server import Call
+from dsecd.wire.call import Call
 
 
 class VmApi:

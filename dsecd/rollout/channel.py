@@ -21,10 +21,11 @@ from dsecd.container.bundle import ID_COUNT
 from dsecd.devices.model import Bind
 from dsecd.errors import DsecError
 from dsecd.wire.base import PROTOCOL, Params
+from dsecd.wire.call import Call, Handler, Interceptor, Peer
 from dsecd.wire.daemon import Hello, Welcome
 from dsecd.wire.methods import METHODS
 from dsecd.wire.sandbox import Owner
-from dsecd.wire.server import Call, Handler, Interceptor, Limits, Peer, Server
+from dsecd.wire.server import Limits, Server
 
 INSIDE: Final = "/run/dsec"
 ON_AGENT: Final = frozenset({

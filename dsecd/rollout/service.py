@@ -26,8 +26,8 @@ from dsecd.sandbox.ids import new_id
 from dsecd.sandbox.manager import Manager
 from dsecd.sandbox.recover import owner_of
 from dsecd.wire import rollouts as wire
+from dsecd.wire.call import Call, Handler, Interceptor
 from dsecd.wire.sandbox import Owner, Spec
-from dsecd.wire.server import Call, Handler, Interceptor
 from dsecd.wire.trajectory import Who
 
 NONE: Final = Raw(b"null")

@@ -10,7 +10,7 @@ from dsecd.rollout.steps import Lied, Step
 from dsecd.rollout.trainers import Trainers
 from dsecd.wire import rollouts as wire
 from dsecd.wire.base import Empty
-from dsecd.wire.server import Call, Handler
+from dsecd.wire.call import Call, Handler
 
 T = TypeVar("T")
 

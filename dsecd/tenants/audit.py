@@ -19,7 +19,7 @@ from dsecd.errors import DsecError
 from dsecd.sandbox import logfile
 from dsecd.wire.access import within
 from dsecd.wire.base import Params
-from dsecd.wire.server import Peer
+from dsecd.wire.call import Peer
 from dsecd.wire.tenants import AuditEntry
 
 FILE_MAX: Final = 8 << 20

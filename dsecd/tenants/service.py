@@ -16,7 +16,7 @@ from dsecd.tenants.ledger import Ledger
 from dsecd.tenants.model import Actor, Principal, Project, Token, Tree
 from dsecd.wire import tenants as wire
 from dsecd.wire.access import ROOT, Role, within
-from dsecd.wire.server import Peer
+from dsecd.wire.call import Peer
 
 _SCHEMA: Final = (
     "CREATE TABLE IF NOT EXISTS tenants (kind TEXT NOT NULL, name TEXT NOT NULL, body BLOB NOT NULL,"

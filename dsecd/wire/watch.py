@@ -13,7 +13,7 @@ from dsecd.wire.access import within
 from dsecd.wire.base import Params
 
 if TYPE_CHECKING:
-    from dsecd.wire.server import Call
+    from dsecd.wire.call import Call
 
 REQUESTS: Final = DAEMON.counter(
     "dsecd_requests",

@@ -11,7 +11,7 @@ import pytest
 from dsecd.errors import DsecError
 from dsecd.sandbox import logfile
 from dsecd.tenants.audit import FILES, REFUSALS, AuditLog, entry
-from dsecd.wire.server import Peer
+from dsecd.wire.call import Peer
 from dsecd.wire.tenants import ByPath
 
 BOSS = Peer(1, 0, 0, "uid:0", real_uid=0)

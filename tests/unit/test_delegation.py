@@ -18,9 +18,9 @@ from dsecd.tenants.ledger import Ledger
 from dsecd.tenants.model import NAMES, Actor, Token, Tree
 from dsecd.wire import tenants as wire
 from dsecd.wire.access import AUDITED, BY_METHOD, RANK, ROOT, ancestry, within
+from dsecd.wire.call import Peer
 from dsecd.wire.methods import METHODS
 from dsecd.wire.sandbox import Owner, Spec
-from dsecd.wire.server import Peer
 from dsecd.wire.tenants import Quotas
 
 BOSS = Actor("uid:0", ROOT, "admin")

@@ -15,8 +15,9 @@ from typing import Any
 from dsecd.errors import DsecError
 from dsecd.wire import base, daemon, execs, files
 from dsecd.wire import sandbox as wire
+from dsecd.wire.call import Call, Interceptor
 from dsecd.wire.peer import Peer
-from dsecd.wire.server import Call, Interceptor, Server
+from dsecd.wire.server import Server
 
 
 class Toys:
