@@ -23,9 +23,15 @@ ALL, FOREGROUND, REST = 1, 2, 4
 FORK, EXEC, USER, CHDIR = 1, 2, 3, 4
 
 
-def kill_sleeps(client: Client) -> None:
-    """Not before they are what they will be: between fork and exec they have the shell's name."""
-    until(lambda: client.shell("killall sleep").exit == 0, "no sleep has started")
+def kill_sleeps(client: Client, sandbox: Box) -> None:
+    """All of them: between fork and exec one has the shell's name still, so once is not enough."""
+
+    def over() -> bool:
+        client.shell("killall sleep")
+        time.sleep(0.05)  # for its own group to go
+        return not sandbox.leaves()
+
+    until(over, "a sleep is left")
 
 
 def settled(sandbox: Box) -> None:
@@ -57,8 +63,7 @@ def test_a_background_child_does_not_hold_the_command(client: Client, sandbox: B
     result = client.shell("sleep 60 & echo hi")
     assert result.stdout == b"hi\n" and time.monotonic() - began < 2
     assert len(sandbox.leaves()) == 1
-    kill_sleeps(client)
-    settled(sandbox)
+    kill_sleeps(client, sandbox)
 
 
 def test_what_a_background_child_writes_later_is_drained(client: Client, sandbox: Box) -> None:
@@ -629,11 +634,11 @@ def test_a_terminal(client: Client) -> None:
     assert list(result.totals) == [1]
 
 
-def test_the_last_words_on_a_terminal_are_kept(client: Client) -> None:
+def test_the_last_words_on_a_terminal_are_kept(client: Client, sandbox: Box) -> None:
     for _ in range(20):
         result = client.shell("trap '' HUP; seq 1 2000; sleep 100 & echo last", flags=TTY)
         assert result.stdout.endswith(b"2000\r\nlast\r\n")
-    kill_sleeps(client)
+    kill_sleeps(client, sandbox)
 
 
 def test_typing_resizing_and_hanging_up(client: Client) -> None:

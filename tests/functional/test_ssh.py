@@ -18,7 +18,7 @@ import pytest
 from daemonkit import BASE, Daemon, asynchronous, container_args
 from sshd_kit import FarHost, Sshd
 
-from dsecd import client as sdk
+from dsecd import client_files
 from dsecd.client import DSecClient, DsecError, DSecSyncClient, Sandbox
 
 
@@ -226,12 +226,12 @@ async def test_a_file_and_a_tree_outlive_their_tunnel(
     async with daemon.client() as near, DSecClient(url) as client:
         box = await near.run_container(container_args(container_image=BASE))
         there = Sandbox(client, box.info)
-        monkeypatch.setattr(sdk, "_chunks", cut(sdk._chunks))
+        monkeypatch.setattr(client_files, "_chunks", cut(client_files._chunks))
         assert await there.write_file("/root/file", data) == len(data)
         assert cuts == 1
         assert await box.read_file("/root/file") == data
         cuts = 0
-        monkeypatch.setattr(sdk, "pack", cut(sdk.pack))
+        monkeypatch.setattr(client_files, "pack", cut(client_files.pack))
         assert (await there.upload(tmp_path / "tree", "/root/tree")).issues == []
         assert cuts == 1
         assert await box.read_file("/root/tree/file") == data
