@@ -1,8 +1,9 @@
-"""The lab's own tools, where they decide something: apt sources, kernel options, cache commits, pip requirements."""
+"""The lab's own tools, where they decide something: apt sources, kernel options, cache, pip requirements, a lost VM."""
 
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import tarfile
 from pathlib import Path
@@ -12,6 +13,8 @@ from apt import backports_of, sources_of
 from cache import LabError, key_of, product
 from delivery import read_disk, requirements
 from kernel import FRAGMENT, run_make
+from run import NESTED_VMS, NOTHING_LEFT, nested
+from vm import Output
 
 from dsecd.errors import DsecError
 from dsecd.vmm.kernel_source import build, lost_options
@@ -190,3 +193,41 @@ def test_a_kernel_that_lost_an_option_is_not_built(kernel_tree: Path) -> None:
     with pytest.raises(DsecError, match="lost CONFIG_NOT_HERE=y:"):
         build(kernel_tree, "CONFIG_A=y\nCONFIG_NOT_HERE=y\n", kernel_tree.parent, run_make)
     assert not (kernel_tree.parent / "vmlinux").exists()
+
+
+class LosesVMs:
+    """Runs of tests that each say this much, and then end with a status or are lost."""
+
+    def __init__(self, *runs: tuple[list[bytes], int | None]) -> None:
+        self.runs = list(runs)
+        self.deselected: list[list[str]] = []
+
+    def __call__(self, tests: list[str], seconds: float, output: Output) -> int:
+        self.deselected.append([test for flag, test in itertools.pairwise(tests) if flag == "--deselect"])
+        said, status = self.runs.pop(0)
+        for piece in said:
+            output("stdout", piece)
+        if status is None:
+            raise LabError("lost")
+        return status
+
+
+X, Y, Z = "tests/lab/test_x.py::test_x", "tests/lab/test_x.py::test_y[q-1]", "tests/lab/test_z.py::test_z"
+
+
+@pytest.mark.parametrize(("verdict", "status"), [("PASSED", 0), ("FAILED", 1), ("ERROR", 1)])
+def test_a_lost_vm_leaves_the_rest_to_the_next(verdict: str, status: int) -> None:
+    first = [f"{X} PASS".encode(), f"ED [ 1%]\n{Y} {verdict} [ 2%]\n{Z} ".encode()]
+    vms = LosesVMs((first, None), ([f"{Z} PASSED [99%]\n".encode()], 0))
+    assert nested(vms) == status
+    assert vms.deselected == [[], [X, Y]]
+
+
+def test_a_vm_that_was_lost_behind_its_last_test_failed_none() -> None:
+    assert nested(LosesVMs(([f"{X} PASSED\n".encode()], None), ([], NOTHING_LEFT))) == 0
+    assert nested(LosesVMs(([], NOTHING_LEFT))) == NOTHING_LEFT  # no test was found at all
+
+
+def test_not_all_vms_may_be_lost() -> None:
+    with pytest.raises(LabError, match="lost"):
+        nested(LosesVMs(*[([], None)] * NESTED_VMS))
