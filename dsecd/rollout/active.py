@@ -95,6 +95,9 @@ class Active:
             if exc.kind != "sandbox_dead":
                 await self.fail(f"the worker's program was lost: {exc.message}")
             return
+        agent = self._present(self.record.agent)
+        if agent is None or agent.record.state in {"stopping", *ENDED}:
+            return  # a program that lost what it drives; the other watch says it
         said = (ran.stderr or ran.stdout)[-SAID:].decode("utf-8", "replace").strip()
         last = said.splitlines()[-1] if said else "it said nothing"
         await self.fail(f"the worker's program ended with status {ran.exit_code} and no result: {last}")

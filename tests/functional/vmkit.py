@@ -10,6 +10,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -154,7 +155,9 @@ class Vm:
 
     def wait(self, seconds: float = 30) -> int:
         """For the end of QEMU; its exit status."""
-        return self.process.wait(seconds)
+        status = self.process.wait(seconds)
+        sys.stdout.write((self.directory / "qemu.err").read_text(errors="replace"))  # seen when the test fails
+        return status
 
 
 def _disk(path: Path, *, read_only: bool = False) -> list[str]:
