@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import signal
 import struct
 import subprocess
 import time
@@ -545,7 +546,14 @@ LINK = "dsec.link=serial:dsec.agent"
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_errors_of_boot(made: Parts, words: tuple[str, ...], says: str) -> None:
+    status, said = _whole_boot(made, words)
+    if status == -signal.SIGABRT:  # QEMU's own fault: 10.0.2 did so once in some hundred boots
+        status, said = _whole_boot(made, words)
+    assert status == 0
+    lines = [line for line in said.splitlines() if line.startswith("dsec-agent: ")]
+    assert len(lines) == 1 and lines[0].startswith(f"dsec-agent: boot: {says}")
+
+
+def _whole_boot(made: Parts, words: tuple[str, ...]) -> tuple[int, str]:
     with Vm(made, words=words) as one:
-        assert one.wait(90) == 0
-        lines = [line for line in one.console().splitlines() if line.startswith("dsec-agent: ")]
-        assert len(lines) == 1 and lines[0].startswith(f"dsec-agent: boot: {says}")
+        return one.wait(90), one.console()
