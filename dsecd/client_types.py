@@ -11,7 +11,36 @@ DSecNeeds = wire.Needs
 
 
 @dataclass(kw_only=True)
-class DSecContainerRunArgs:
+class _RunArgs:
+    """What every kind of sandbox has; DSecContainerRunArgs says what it means."""
+
+    memory_limit_mb: int
+    cpu_cores_limit: float = 1.0
+    disk_limit_mb: int = 4096
+    ttl_running_stop: float | None = None
+    ttl_total: float | None = None
+    lease_s: float | None = None
+    network_rules: dict[str, bool] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
+    workdir: str | None = None
+    name: str | None = None
+    job: str | None = None
+    labels: dict[str, str] = field(default_factory=dict)
+    owner: str = ""
+    on_expiry: wire.OnExpiry = "stop"
+    paused_clock: wire.PausedClock = "stopped"
+
+    def _spec(self, image: str) -> wire.Spec:
+        return wire.Spec(
+            image=image, cpu=self.cpu_cores_limit, memory_mb=self.memory_limit_mb, disk_mb=self.disk_limit_mb,
+            network_rules=self.network_rules, env=self.env, workdir=self.workdir, name=self.name, job=self.job,
+            labels=self.labels, owner=self.owner, ttl_idle_s=self.ttl_running_stop, ttl_total_s=self.ttl_total,
+            lease_s=self.lease_s, on_expiry=self.on_expiry, paused_clock=self.paused_clock,
+        )  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class DSecContainerRunArgs(_RunArgs):
     """What `run_container` starts. Sizes in MiB, times in seconds.
 
     container_image: base image; workspace and toolkits are layers above it. ttl_running_stop: stop after so long
@@ -25,38 +54,20 @@ class DSecContainerRunArgs:
     workspace: str | None = None
     toolkits: list[str] = field(default_factory=list)
     memory_limit_mb: int = 1024
-    cpu_cores_limit: float = 1.0
-    disk_limit_mb: int = 4096
     pids_limit: int = 512
-    ttl_running_stop: float | None = None
-    ttl_total: float | None = None
-    lease_s: float | None = None
-    network_rules: dict[str, bool] = field(default_factory=dict)
     init_user: str | None = None
-    env: dict[str, str] = field(default_factory=dict)
-    workdir: str | None = None
     hostname: str | None = None
-    name: str | None = None
-    job: str | None = None
-    labels: dict[str, str] = field(default_factory=dict)
-    owner: str = ""
-    on_expiry: wire.OnExpiry = "stop"
-    paused_clock: wire.PausedClock = "stopped"
     devices: list[str] = field(default_factory=list)
     device_wait_s: float = 60.0
     needs: DSecNeeds | None = None
 
     def spec(self) -> wire.Spec:
         """As the wire has it."""
-        return wire.Spec(
-            image=self.container_image, workspace=self.workspace, toolkits=self.toolkits, cpu=self.cpu_cores_limit,
-            memory_mb=self.memory_limit_mb, disk_mb=self.disk_limit_mb, pids=self.pids_limit,
-            network_rules=self.network_rules, env=self.env, workdir=self.workdir, user=self.init_user,
-            hostname=self.hostname, name=self.name, job=self.job, labels=self.labels, owner=self.owner,
-            ttl_idle_s=self.ttl_running_stop, ttl_total_s=self.ttl_total, on_expiry=self.on_expiry,
-            paused_clock=self.paused_clock,
-            lease_s=self.lease_s, devices=self.devices, device_wait_s=self.device_wait_s, needs=self.needs,
-        )  # fmt: skip
+        spec = self._spec(self.container_image)
+        spec.workspace, spec.toolkits, spec.pids = self.workspace, self.toolkits, self.pids_limit
+        spec.user, spec.hostname, spec.needs = self.init_user, self.hostname, self.needs
+        spec.devices, spec.device_wait_s = self.devices, self.device_wait_s
+        return spec
 
 
 @dataclass(kw_only=True)
@@ -75,36 +86,18 @@ class DSecMicroVMRunArgs(DSecContainerRunArgs):
 
 
 @dataclass(kw_only=True)
-class DSecFullVMRunArgs:
+class DSecFullVMRunArgs(_RunArgs):
     """What `run_fullvm` starts: a whole operating system from a disk image (`dsecctl image list` shows kind vm)."""
 
     vm_image: str
     memory_limit_mb: int = 2048
-    cpu_cores_limit: float = 1.0
-    disk_limit_mb: int = 4096
-    network_rules: dict[str, bool] = field(default_factory=dict)
-    ttl_running_stop: float | None = None
-    ttl_total: float | None = None
-    lease_s: float | None = None
-    env: dict[str, str] = field(default_factory=dict)
-    workdir: str | None = None
-    name: str | None = None
-    job: str | None = None
-    labels: dict[str, str] = field(default_factory=dict)
-    owner: str = ""
-    on_expiry: wire.OnExpiry = "stop"
-    paused_clock: wire.PausedClock = "stopped"
     profile: wire.Profile | None = None
 
     def spec(self) -> wire.Spec:
         """As the wire has it."""
-        return wire.Spec(
-            image=self.vm_image, backend="fullvm", cpu=self.cpu_cores_limit, memory_mb=self.memory_limit_mb,
-            disk_mb=self.disk_limit_mb, network_rules=self.network_rules, env=self.env, workdir=self.workdir,
-            name=self.name, job=self.job, labels=self.labels, paused_clock=self.paused_clock, owner=self.owner,
-            ttl_idle_s=self.ttl_running_stop, ttl_total_s=self.ttl_total, on_expiry=self.on_expiry,
-            lease_s=self.lease_s, profile=self.profile,
-        )  # fmt: skip
+        spec = self._spec(self.vm_image)
+        spec.backend, spec.profile = "fullvm", self.profile
+        return spec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ CONFIG = Path("/etc/dsecd/dsecd.toml")
 STATE = Path("/var/lib/dsecd")
 PROGRAMS = Path("/usr/local/bin")  # on the unit's PATH
 RELEASES = sorted(Path("/srv/bin").glob("*/firecracker"))
-# A timer's interrupt that TCG's SVM loses (nested.py) is not missed where there is a next one: QEMU's guests tick.
+# A timer's interrupt that TCG's SVM loses (emulator.py) is not missed where there is a next one: QEMU's guests tick.
 QEMU = """#!/bin/sh
 case " $* " in *" -cpu host "*)
     for word; do
