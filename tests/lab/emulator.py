@@ -8,6 +8,7 @@ waits for ever. Seen with 10.0.2, eight small guests that tick beside a busy loo
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 import subprocess
@@ -25,8 +26,9 @@ LIBRARIES = Path("usr/lib/x86_64-linux-gnu")
 FIRMWARE = [Path("usr/share/qemu"), Path("usr/share/seabios")]
 
 
+@functools.cache
 def qemu() -> list[str]:
-    """How its command line begins."""
+    """How its command line begins; looked for once in a run, not for each VM."""
     own = shutil.which(PROGRAM)
     if own and major(own) >= OLDEST:
         return [own]
