@@ -21,6 +21,7 @@ from typing import Any
 from unittest import mock
 
 import msgspec
+from leftovers import command_lines
 
 from dsecd.erofs import importer
 from dsecd.erofs.jobs import run_import
@@ -241,17 +242,11 @@ def assert_clean(store: Path, run_dir: Path) -> None:
     assert left == []
 
 
-def importers(store: Path) -> list[str]:
+def importers(store: Path) -> list[int]:
     """Process ids of importers that work in this store."""
     return [pid for pid, command in processes(store) if b"dsecd.erofs.importer" in command]
 
 
-def processes(store: Path) -> list[tuple[str, bytes]]:
+def processes(store: Path) -> list[tuple[int, bytes]]:
     """(pid, command line) of whatever has the store's path in its arguments."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            command = process.read_bytes()
-            if os.fsencode(store) in command:
-                found.append((process.parent.name, command))
-    return found
+    return [(pid, command) for pid, command in command_lines().items() if os.fsencode(store) in command]

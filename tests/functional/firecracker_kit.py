@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from leftovers import command_lines
 
 from dsecd import proc
 from dsecd.vmm import firecracker, firecracker_api, firecracker_machine
@@ -94,13 +95,12 @@ class Bench:
 
     def left(self) -> list[str]:
         """Processes that are here in any way, and what their machines' directories still have."""
-        found = []
         mine = os.fsencode(self.directory)
-        for entry in os.listdir("/proc"):
-            if entry.isdigit() and int(entry) != os.getpid():
-                with contextlib.suppress(OSError):
-                    if mine in Path(f"/proc/{entry}/cmdline").read_bytes() and proc.start_time(int(entry)) is not None:
-                        found.append(f"process {entry}")
+        found = [
+            f"process {pid}"
+            for pid, command in command_lines().items()
+            if mine in command and pid != os.getpid() and proc.start_time(pid) is not None
+        ]
         for directory in self.directory.glob("m*"):
             if directory.is_dir():
                 found += [str(path) for path in directory.iterdir()]

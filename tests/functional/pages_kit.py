@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import pytest
 from erofs_kit import Tar, import_now
+from leftovers import command_lines
 
 from dsecd.erofs.lazy import lazy_drivers
 from dsecd.erofs.model import CHUNK, Manifest
@@ -182,13 +183,9 @@ def falls_back(world: World, driver: str, why: str) -> None:
 
 def servers(top: Path) -> list[int]:
     """Page servers of this test."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            command = process.read_bytes()
-            if (SERVER.name.encode() in command or b"dsecd.erofs.pages" in command) and os.fsencode(top) in command:
-                found.append(int(process.parent.name))
-    return found
+    programs = (SERVER.name.encode(), b"dsecd.erofs.pages")
+    found = ((pid, command) for pid, command in command_lines().items() if os.fsencode(top) in command)
+    return [pid for pid, command in found if any(program in command for program in programs)]
 
 
 def until(what: Callable[[], object], say: str, timeout: float = 10.0) -> None:

@@ -674,7 +674,7 @@ def test_importer_killed_alone(store: ImageStore, tmp_path: Path) -> None:
             task = asyncio.create_task(run_import(store, ImportJob(kind="base", name="x"), input_fd=read))
             await asyncio.sleep(0.5)
             (pid,) = importers(store.root)
-            os.kill(int(pid), signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
             with pytest.raises(DsecError) as e:
                 await task
             assert e.value.kind == "internal" and e.value.infra
@@ -685,7 +685,7 @@ def test_importer_killed_alone(store: ImageStore, tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def in_read(pid: str, fd: int) -> bool:
+def in_read(pid: int, fd: int) -> bool:
     """Whether it is in read(2), which is call 0 on x86-64, of that descriptor."""
     words = Path(f"/proc/{pid}/syscall").read_text().split()
     return words[:1] == ["0"] and int(words[1], 16) == fd

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-from pathlib import Path
-
 import pytest
 from daemonkit import Daemon
 from fnkit import c, calls, cold_python, judge, python, sh
+from leftovers import command_lines
 
 from dsecd.client import DSecFnCallArgs, DSecSyncClient
 
@@ -100,13 +98,8 @@ def test_survivors_of_a_call_are_gone_when_it_is_answered(judge: Daemon, calls: 
         assert not running(f"sleep\0{mark}")
 
 
-def running(command: str) -> list[str]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            if command in path.read_text():
-                found.append(path.parent.name)
-    return found
+def running(command: str) -> list[int]:
+    return [pid for pid, found in command_lines().items() if command.encode() in found]
 
 
 ATTACKS = {

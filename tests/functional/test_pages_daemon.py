@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from daemonkit import Daemon, asynchronous, container_args
+from leftovers import command_lines
 
 from dsecd.client import DSecClient, Sandbox
 from dsecd.erofs.jobs import run_import
@@ -44,15 +45,8 @@ class LazyDaemon(Daemon):
             return asyncio.run(run_import(store, ImportJob(kind="base", name=LAZY), input_fd=tar.fileno()))
 
     def servers(self) -> list[int]:
-        found = []
-        for process in Path("/proc").glob("[0-9]*/cmdline"):
-            try:
-                command = process.read_bytes()
-            except OSError:
-                continue
-            if b"dsecd.erofs.pages" in command and os.fsencode(self.run_dir) in command:
-                found.append(int(process.parent.name))
-        return found
+        mine = os.fsencode(self.run_dir)
+        return [pid for pid, found in command_lines().items() if b"dsecd.erofs.pages" in found and mine in found]
 
     def stats(self) -> Stats:
         pages = Pages(PagesConfig(run_dir=str(self.run_dir / "pages"), cache_dir=str(self.state / "cache")))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 import pytest
-from nested import AGAIN
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -14,8 +13,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("lab"):
             item.add_marker(pytest.mark.skip(reason="needs the lab VM: make test-lab"))
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    for line in AGAIN:
-        terminalreporter.write_line(f"tried again: {line}")

@@ -1,7 +1,8 @@
 """`make test-lab`: boots a lab VM, installs this work tree in it as a user would, runs the `lab` tests there.
 
-Without arguments there are two VMs, one after the other: the tests with guests of the guest (nested.py) have their own.
-If that one is lost, a new one goes on with the tests that have no result yet.
+Without arguments there are two VMs, one after the other: the tests with guests of the guest (marked `nested`) have
+their own. KVM there stands on an SVM that QEMU emulates, and what goes wrong with it looks as if we had lost a command.
+So the first failure ends such a VM, and a new one goes on from that test: what is ours fails in each.
 
 Prints the guest's pytest output as it comes and ends with its status. Leaves {junit.xml,journal.txt,units.txt,
 console.log} of each VM in build/lab/<n>/. With --exec it runs one shell line in a fresh VM instead, to look around.
@@ -36,9 +37,9 @@ OUT = PROJECT / "build" / "lab"
 RESULTS = "/srv/results"
 INSTALL_S = 900.0  # one or two minutes on an idle host
 TESTS_S = 2700.0
-NESTED_S, NESTED_WHOLE_S = 1200.0, 2400.0  # of one VM, which takes ten minutes where all goes well, and of all
+NESTED_S, NESTED_WHOLE_S = 1200.0, 2100.0  # of one VM, which takes ten minutes where all goes well, and of all
 NESTED_VMS = 3
-NOTHING_LEFT = 5  # pytest's status when it has no tests
+TESTS_FAILED, NOTHING_LEFT = 1, 5  # of pytest's statuses
 VERDICT = re.compile(rb"^(tests/lab/\S+::\S+) (PASSED|FAILED|ERROR|SKIPPED)", re.MULTILINE)
 WITHOUT_PROJECT = ["tests/lab/test_host.py", "tests/lab/test_tools.py"]
 # The installed interpreter: a console script's first line names it, wherever `make install` put its environment.
@@ -123,40 +124,45 @@ def lab(options: argparse.Namespace, scratch: Path) -> int:
 
 
 def nested(vm: Callable[[list[str], float, Output], int]) -> int:
-    """Their status. A VM that stands still or ends leaves the rest of the tests to the next."""
-    verdicts = Verdicts()
+    """Their status. A VM in which one fails, or that stands still or ends, leaves it and the rest to the next."""
+    passed = Passed()
     ends = time.monotonic() + NESTED_WHOLE_S
     for left in reversed(range(NESTED_VMS)):
-        done = [word for test in verdicts.found for word in ("--deselect", test)]
+        done = [word for test in passed.tests for word in ("--deselect", test)]
         seconds = min(NESTED_S, ends - time.monotonic())
         try:
-            status = vm(["-m", "lab and nested", *done, "tests/lab"], seconds, verdicts.forward)
-            return (0 if done and status == NOTHING_LEFT else status) or verdicts.status()
+            status = vm(["-x", "-m", "lab and nested", *done, "tests/lab"], seconds, passed.forward)
         except LabError as failure:
             if not left or time.monotonic() > ends:
                 raise
             print(f"lab: {failure.message}", file=sys.stderr)
-            say("lab: a new VM goes on from there")
+        else:
+            if done and status == NOTHING_LEFT:
+                return 0
+            if status != TESTS_FAILED or not left or time.monotonic() > ends:
+                return status
+        say("lab: a new VM goes on from there")
     raise AssertionError("the last one returns or raises")
 
 
-class Verdicts:
-    """What pytest says of each test, out of its output as it comes."""
+class Passed:
+    """The tests that pytest says have passed, or were skipped, out of its output as it comes."""
 
     def __init__(self) -> None:
-        self.found: dict[str, str] = {}
+        self._last: dict[str, str] = {}  # of a test: one that has passed may be an error yet, when it is torn down
         self._line = b""
+
+    @property
+    def tests(self) -> list[str]:
+        return [test for test, verdict in self._last.items() if verdict in ("PASSED", "SKIPPED")]
 
     def forward(self, stream: str, data: bytes) -> None:
         forward(stream, data)
         if stream != "stdout":
             return
         text = self._line + data
-        self.found |= {test.decode(): verdict.decode() for test, verdict in VERDICT.findall(text)}
-        self._line = text[text.rfind(b"\n") + 1 :]
-
-    def status(self) -> int:
-        return int(any(verdict in ("FAILED", "ERROR") for verdict in self.found.values()))
+        whole, _, self._line = text.rpartition(b"\n")
+        self._last |= {test.decode(): verdict.decode() for test, verdict in VERDICT.findall(whole)}
 
 
 def run(

@@ -19,7 +19,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from nested import nested
 
 from dsecd import proc
 from dsecd.agent.command import Command
@@ -48,7 +47,7 @@ AGENT = Path("/usr/lib/dsecd/dsec-agent")
 KERNEL = Path("/srv/vmlinux")
 WORK = Path("/var/tmp/fc")  # on the disk, as snapshots are
 UP_S = 120.0
-NAMES = (f"m{n}" for n in itertools.count())  # of machines: each try has its own
+NAMES = (f"m{n}" for n in itertools.count())  # of machines: each test has its own
 RELEASES = sorted(Path("/srv/bin").glob("*/firecracker"))
 
 
@@ -184,7 +183,7 @@ def test_the_probe_finds_kvm_usable() -> None:
     assert kvm.usable() == ""
 
 
-@nested
+@pytest.mark.nested
 def test_a_life(each: FirecrackerDriver, parts: Path, group: Any) -> None:
     """Boot, exec, DAX, balloon, pause, save, resume there, load elsewhere, clones side by side; all jailed."""
     driver, name = each, f"{next(NAMES)}-"
@@ -339,7 +338,7 @@ def _version(path: Path) -> str:
     return subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
 
 
-@nested
+@pytest.mark.nested
 def test_pause_to_disk_and_fork_as_the_daemon_does(driver: FirecrackerDriver, parts: Path) -> None:
     """Through the backend: a command outlives a pause that ends the VMM, and the original outlives a fork."""
     cgroups = Cgroups.detect(base="/dsecd-fc")
@@ -400,7 +399,7 @@ def test_pause_to_disk_and_fork_as_the_daemon_does(driver: FirecrackerDriver, pa
         cgroups.remove_base()
 
 
-@nested
+@pytest.mark.nested
 def test_a_guest_that_panics_ends_the_machine(driver: FirecrackerDriver, parts: Path, group: Any) -> None:
     """Without a layer the agent cannot build a root: it says so and turns the machine off. Not jailed, for a change."""
     spec = machine_of(parts, name := next(NAMES), group(name), 0)

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from nested import nested
 from systemd_kit import CONFIG, RELEASES, STATE, import_busybox, microvm_host, run, sh, show, until
 
 from dsecd.client import DSecClient, DSecMicroVMRunArgs, Sandbox
@@ -58,7 +57,7 @@ async def text(box: Sandbox, line: str) -> str:
     return result.stdout.strip()
 
 
-@nested
+@pytest.mark.nested
 def test_a_life_through_the_daemon(driver: str) -> None:
     """Made, used, saved, loaded, copied, taken back from a daemon that was killed, ended; then nothing is left."""
     report = {check["name"]: check for check in json.loads(sh("dsecctl --json doctor"))}

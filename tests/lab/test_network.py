@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 import leftovers
 import pytest
-from nested import nested
 from systemd_kit import CONFIG, RELEASES, import_busybox, microvm_host, run, sandbox, sh, shell, show, until
 from test_microvm_unit import MADE_S, running
 
@@ -98,7 +97,7 @@ def test_the_doctor_says_that_it_can() -> None:
 
 
 @pytest.mark.skipif(not RELEASES, reason="no Firecracker was sent along")
-@nested
+@pytest.mark.nested
 def test_a_microvm_of_the_real_firecracker_reaches_what_it_may_also_saved_and_copied() -> None:
     async def work(client: DSecClient) -> None:
         rules = {f"{FAR}:80/tcp": True}

@@ -13,7 +13,7 @@ from apt import backports_of, sources_of
 from cache import LabError, key_of, product
 from delivery import read_disk, requirements
 from kernel import FRAGMENT, run_make
-from run import NESTED_VMS, NOTHING_LEFT, nested
+from run import NESTED_VMS, NOTHING_LEFT, TESTS_FAILED, nested
 from vm import Output
 
 from dsecd.errors import DsecError
@@ -215,17 +215,32 @@ class LosesVMs:
 X, Y, Z = "tests/lab/test_x.py::test_x", "tests/lab/test_x.py::test_y[q-1]", "tests/lab/test_z.py::test_z"
 
 
-@pytest.mark.parametrize(("verdict", "status"), [("PASSED", 0), ("FAILED", 1), ("ERROR", 1)])
-def test_a_lost_vm_leaves_the_rest_to_the_next(verdict: str, status: int) -> None:
+@pytest.mark.parametrize(
+    ("verdict", "again"),
+    [("PASSED", [Z]), ("SKIPPED", [Z]), ("FAILED", [Y, Z]), ("PASSED [ 2%]\n" + Y + " ERROR", [Y, Z])],
+)
+@pytest.mark.parametrize("ended", [None, TESTS_FAILED])
+def test_a_lost_vm_leaves_what_has_not_passed_to_the_next(verdict: str, again: list[str], ended: int | None) -> None:
     first = [f"{X} PASS".encode(), f"ED [ 1%]\n{Y} {verdict} [ 2%]\n{Z} ".encode()]
-    vms = LosesVMs((first, None), ([f"{Z} PASSED [99%]\n".encode()], 0))
-    assert nested(vms) == status
-    assert vms.deselected == [[], [X, Y]]
+    vms = LosesVMs((first, ended), ([f"{one} PASSED [99%]\n".encode() for one in again], 0))
+    assert nested(vms) == 0
+    assert vms.deselected == [[], [one for one in (X, Y) if one not in again]]
+
+
+def test_what_fails_in_every_vm_has_failed() -> None:
+    vms = LosesVMs(*[([f"{X} FAILED\n".encode()], TESTS_FAILED)] * NESTED_VMS)
+    assert nested(vms) == TESTS_FAILED
+    assert vms.deselected == [[]] * NESTED_VMS
+
+
+@pytest.mark.parametrize("status", [2, 3, 4, NOTHING_LEFT])
+def test_tests_that_did_not_run_are_not_tried_again(status: int) -> None:
+    """Interrupted, an error of pytest's, bad arguments, none found at all."""
+    assert nested(LosesVMs(([], status))) == status
 
 
 def test_a_vm_that_was_lost_behind_its_last_test_failed_none() -> None:
     assert nested(LosesVMs(([f"{X} PASSED\n".encode()], None), ([], NOTHING_LEFT))) == 0
-    assert nested(LosesVMs(([], NOTHING_LEFT))) == NOTHING_LEFT  # no test was found at all
 
 
 def test_not_all_vms_may_be_lost() -> None:

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from nested import nested
 from systemd_kit import CONFIG, import_busybox, microvm_host, run, sh, show, until
 
 from dsecd.client import DSecClient, DSecContainerRunArgs, DSecMicroVMRunArgs, Sandbox
@@ -64,7 +63,7 @@ async def version(client: DSecClient) -> str:
     return said.version
 
 
-@nested
+@pytest.mark.nested
 def test_no_command_is_lost_when_the_daemon_is_upgraded(tmp_path: Path) -> None:
     (old,) = Path("/srv/built").glob("dsecd-*.whl")
     wheel = wheel_of(NEW, tmp_path)
