@@ -21,9 +21,10 @@ from dsecd.fleethosts import acting, at_host
 from dsecd.flow import Flow
 from dsecd.wire import base
 from dsecd.wire.framing import FrameTooLong, Lines
+from dsecd.wire.limits import MAX_UNSENT
 from dsecd.wire.methods import METHODS
 from dsecd.wire.peer import broken
-from dsecd.wire.server import MAX_UNSENT, PARAMS
+from dsecd.wire.server import PARAMS
 
 if TYPE_CHECKING:
     from dsecd.fleet import Fleet
@@ -131,6 +132,7 @@ class Front(_End):
         super().__init__()
         self._fleet = fleet
         self.principal = ""  # for whom hosts are asked; "": they know the fleet itself as who it is
+        self.token = ""  # the id of the one that it logged in with
         self._lines = Lines()
         self._backs: dict[Host, Back] = {}
         self._coming: dict[Host, asyncio.Future[Back]] = {}

@@ -6,6 +6,8 @@ name (`as`), which the hosts hold against their own tables.
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +20,7 @@ from dsecd.wire.peer import Peer
 
 if TYPE_CHECKING:
     from dsecd.fleet import Fleet
-    from dsecd.fleet_front import Asked
+    from dsecd.fleet_front import Asked, Front
 
 Handler = Callable[["Asked", Any], Awaitable[Any]]
 _CHANGES = (
@@ -50,7 +52,7 @@ class _Tenants:
                 found: wire.Whoami = await peer.call("session.login", params)
             finally:
                 await peer.aclose()
-            asked.front.principal = found.principal
+            asked.front.principal, asked.front.token = found.principal, _id_of(params.token)
             return found
         raise DsecError("network", "no host of this fleet can be reached")
 
@@ -72,7 +74,16 @@ class _Tenants:
                     answer.kind, f"host {host.name}: {answer.message}", infra=answer.infra, retryable=answer.retryable,
                     detail=answer.detail | {"host": host.name},
                 )  # fmt: skip
+        match params:  # hosts cut what is theirs; behind the answer, which may go to one of these
+            case wire.RevokeToken():
+                self._drop(lambda front: front.token == params.id)
+            case wire.ByName():
+                self._drop(lambda front: front.principal == params.name)
         return next(iter(answers.values()))
+
+    def _drop(self, whose: Callable[[Front], bool]) -> None:
+        for front in filter(whose, list(self._fleet.fronts)):
+            asyncio.get_running_loop().call_soon(front.drop)
 
     async def projects(self, asked: Asked, params: wire.ListProjects) -> wire.Projects:
         """What each uses on all hosts; its quotas are of each."""
@@ -102,6 +113,11 @@ class _Tenants:
         if not good:
             raise answers[0] if answers else DsecError("network", "no host of this fleet can be reached")
         return good
+
+
+def _id_of(token: str) -> str:
+    """What `token.revoke` calls it."""
+    return hashlib.sha256(token.encode()).hexdigest()[:12]
 
 
 def _together(some: list[wire.Project]) -> wire.Project:

@@ -251,7 +251,7 @@ async def _serve(
     table = gate.guarded(table)
     server = daemon.server = Server(table, kept, None, tenants.greet, tenants.assume, gate.check)
     server.watch = watch
-    tenants.on_change = lambda: server.renew(tenants.renewed)
+    tenants.on_change = lambda: server.renew(tenants.renewed, tenants.gone)
     pressure = Pressure(manager.running_vms)
     metrics = Metrics(config, manager, runner, daemon, pressure)
     await rollouts.open(table, kept)

@@ -156,14 +156,22 @@ class CallChannel(Channel):
             raise self.broken
 
     async def run(self, plan: CallPlan) -> CallEnd:
-        """Run one call in the cell that is ready. When cancelled, it is killed; then wait for `ready` as always."""
+        """Run one call in the cell that is ready. When cancelled, it is killed; then wait for `ready` as always.
+
+        Cancelled before all its files are there, it takes the place with it.
+        """
         self._ready.clear()
         self._limits = plan.limits
         self._ended = asyncio.get_running_loop().create_future()
-        for name, data in plan.files.items():
-            await self._file(data, [(Tag.NAME, name.encode("utf-8", "surrogateescape")), (Tag.MODE, MODE)])
-        if plan.stdin is not None:
-            await self._file(plan.stdin, [])
+        try:
+            for name, data in plan.files.items():
+                await self._file(data, [(Tag.NAME, name.encode("utf-8", "surrogateescape")), (Tag.MODE, MODE)])
+            if plan.stdin is not None:
+                await self._file(plan.stdin, [])
+        except BaseException:
+            # No call runs that could be stopped: its cell would wait for the rest, and none comes after it.
+            self.lost(DsecError("sandbox_dead", "a call was given up while its files were on the way"))
+            raise
         self.send(Type.CALL, _fields_of(plan))
         if not self.link.alive or self.broken is not None:
             self.lost(DsecError("sandbox_dead", "the place of a call is gone"))

@@ -75,9 +75,9 @@ class Command(Channel):
     """One command. It lives on when nobody looks; `forget` drops its record in the agent."""
 
     __slots__ = (
-        "_doomed", "_fetched", "_given", "_granted", "_held", "_on_credit", "_on_more", "_on_output", "_output",
-        "_silent", "_trace", "complete", "ended", "meta", "program", "reading", "sent", "started", "stdin_limit",
-        "stdin_sent",
+        "_cut", "_doomed", "_fetched", "_given", "_granted", "_held", "_input", "_on_credit", "_on_more", "_on_output",
+        "_output", "_silent", "_trace", "complete", "ended", "meta", "program", "reading", "sent", "started",
+        "stdin_limit", "stdin_sent", "tied",
     )  # fmt: skip
 
     def __init__(self, link: AgentLink, meta: bytes = b"", number: int | None = None) -> None:
@@ -98,14 +98,17 @@ class Command(Channel):
         self._given = 0  # bytes to this listener
         self._granted: dict[int, tuple[int, int]] = {}  # what it was granted of each stream: from, to
         self._on_output: Listener | None = None
+        self._cut: asyncio.Future[None] | None = None  # what its listener listened on
         self._fetched: asyncio.Future[None] | None = None
         self._on_credit = asyncio.Event()
         self._on_more = asyncio.Event()
         self._doomed = False
         self.reading = asyncio.Lock()  # to follow it and to fetch all of it exclude each other
+        self.tied = False  # to its connection: it does not outlive a pause that ends that
         self.complete = True  # all output of a command that is not quiet comes before its EXIT
         self.stdin_sent = 0
         self.stdin_limit = 0
+        self._input = 0  # how many connections its stdin has had
         link.attach(self)
 
     def start(self, items: list[Field]) -> None:
@@ -171,10 +174,23 @@ class Command(Channel):
         self._fail(error)
 
     def renewed(self) -> None:
-        """It went on in the guest. Who followed it must attach again; who only waits asks for all of it."""
-        if self.listened or (self._fetched is not None and not self._fetched.done()):
+        """It went on in the guest. Who follows it must attach again, who fetches ask again; who waits for its end still
+        does, and asks for all of it."""
+        if self.tied:
+            self.kill(9, everything=True)
             super().renewed()
-        elif not self.ended.done():
+            return
+        error = DsecError("sandbox_dead", "the sandbox was paused meanwhile: ask again", retryable=True)
+        for future in (self._cut, self._fetched):
+            if future is not None and not future.done():
+                future.set_exception(error)
+                future.exception()
+        self.listen(None)
+        self.stdin_sent = self.stdin_limit = 0  # the agent counts anew, and FETCH brings its grant
+        self._input += 1
+        self._on_credit.set()
+        self._on_more.set()
+        if not self.ended.done():
             self._output.clear()
             self._held = 0
             self.send(Type.FETCH)
@@ -193,6 +209,7 @@ class Command(Channel):
     def listen(self, listener: Listener | None) -> None:
         """Give output to `listener` instead of keeping it here."""
         self._on_output = listener
+        self._cut = None if listener is None else asyncio.get_running_loop().create_future()
         self._given = 0
         self._granted = {}
 
@@ -204,19 +221,33 @@ class Command(Channel):
         self._granted[stream] = self._granted.get(stream, (offset, 0))[0], limit
         self.send(Type.FOLLOW, [(Tag.STREAM, stream), (Tag.OFFSET, offset), (Tag.LIMIT, limit)])
 
-    async def followed(self, at: Mapping[int, int], ended: Ended) -> None:
-        """Wait until a listener has had all that followed streams will give. `at`: where it is, changing meanwhile."""
-        while self.link.alive and any(at[s] < ended.totals.get(s, 0) for s in at):
+    async def followed(self, at: Mapping[int, int]) -> Ended:
+        """Its end, when its listener has had all that followed streams will give. `at`: where it is, changing
+        meanwhile. `sandbox_dead`, retryable: a pause ended the connection; it goes on."""
+        cut = self._cut
+        assert cut is not None
+        await asyncio.wait((self.ended, cut), return_when=asyncio.FIRST_COMPLETED)
+        while not cut.done():
+            ended = self.ended.result()
+            if not self.link.alive or all(at[s] >= ended.totals.get(s, 0) for s in at):
+                return ended
             self._on_more.clear()
             await self._on_more.wait()
+        cut.result()
+        raise AssertionError("it is cut by an error")
 
     def unfollow(self, stream: int) -> None:
         self.send(Type.UNFOLLOW, [(Tag.STREAM, stream)])
 
     async def feed(self, data: bytes) -> None:
-        """Write to its stdin, waiting for its credit. After its end, bytes are dropped, as by a closed pipe."""
-        view = memoryview(data)
+        """Write to its stdin, waiting for its credit. After its end, bytes are dropped, as by a closed pipe.
+        `outcome_unknown`: a pause ended the connection in the midst of it."""
+        view, connection = memoryview(data), self._input
         while len(view) and not self.ended.done():
+            if self.link.suspended or self._input != connection:
+                raise DsecError(
+                    "outcome_unknown", "the sandbox was paused while input was on its way: some may be there"
+                )
             room = min(self.stdin_limit - self.stdin_sent, 256 << 10)
             if room <= 0:
                 self._on_credit.clear()
@@ -247,13 +278,18 @@ class Command(Channel):
         """Get everything kept of an ended command; then `kept` has it."""
         await asyncio.shield(self.ended)
         async with self.reading:
-            self._output.clear()
-            self._held = 0
+            self.let_go()
             self._fetched = asyncio.get_running_loop().create_future()
             self.send(Type.FETCH)
             if not self.link.alive:
                 self.lost(DsecError("sandbox_dead", "the sandbox died before its output was fetched"))
             await asyncio.shield(self._fetched)
+
+    def let_go(self) -> None:
+        """Of the output that is here; the agent has it."""
+        self._output.clear()
+        self._held = 0
+        self.complete = False
 
     def forget(self) -> None:
         """Drop the agent's record of an ended command."""

@@ -40,7 +40,7 @@ class EnvironmentApi:
         async with self._images.slots:
             made, left_out = await pack(
                 self._manager, params.id, params.name, owner, answers=params.leave_out, progress=teller(call),
-                limits=self._images.limits,
+                limits=self._images.limits(call),
             )  # fmt: skip
         return wire.Packed(image=self._images.shown(made), left_out=left_out)
 
@@ -52,7 +52,11 @@ class EnvironmentApi:
                 with theirs:
                     work = asyncio.ensure_future(
                         run_export(
-                            self._store, params.ref, theirs.fileno(), progress=teller(call), limits=self._images.limits
+                            self._store,
+                            params.ref,
+                            theirs.fileno(),
+                            progress=teller(call),
+                            limits=self._images.limits(call),
                         )
                     )
                     work.add_done_callback(lambda _: theirs.close())  # the end of the stream, however it ended
@@ -67,7 +71,7 @@ class EnvironmentApi:
     async def import_(self, call: Call, params: wire.Load) -> Image:
         async with self._images.slots, inflow(call) as fd:
             made = await run_load(
-                self._store, fd, name=params.name or "", progress=teller(call), limits=self._images.limits
+                self._store, fd, name=params.name or "", progress=teller(call), limits=self._images.limits(call)
             )
         return self._images.shown(made)
 

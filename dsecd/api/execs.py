@@ -97,8 +97,7 @@ class ExecApi:
         try:
             for stream, offset in at.items():
                 command.follow(stream, offset, offset + params.window)
-            ended = await asyncio.shield(command.ended)
-            await command.followed(at, ended)
+            ended = await command.followed(at)
             return await self._manager.judge(live, wire.Ran(exec_id=params.exec_id, **how(ended)))
         finally:
             call.on_limit = None

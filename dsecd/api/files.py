@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Final
 
 from dsecd.agent import files as ops
@@ -51,13 +53,9 @@ class FileApi:
                     parents=params.parents, exclusive=params.exclusive, append=params.append,
                 ),
             )  # fmt: skip
-            try:
+            with _once() if params.append or params.exclusive else contextlib.nullcontext():
                 await _pour(call, exchange, params.data, params.stream)
-            except DsecError as exc:
-                if params.append and exc.kind == "network":  # asked again it would be there twice
-                    raise DsecError("outcome_unknown", f"{exc.message}: a part of it may be there") from exc
-                raise
-            done = await ops.finish_put(exchange)
+                done = await ops.finish_put(exchange)
         return wire.Written(size=done.integer(Tag.SIZE))
 
     async def list(self, call: Call, params: wire.ListDir) -> wire.Entries:
@@ -76,17 +74,22 @@ class FileApi:
     async def mkdir(self, call: Call, params: wire.Mkdir) -> base.Empty:
         live = await self._manager.answering(params.id)
         path = path_of(params.path, params.path_raw)
-        await ops.make_dir(live.link, path, params.mode, parents=params.parents)
+        with _once():
+            await ops.make_dir(live.link, path, params.mode, parents=params.parents)
         return base.Empty()
 
     async def remove(self, call: Call, params: wire.Remove) -> base.Empty:
         live = await self._manager.answering(params.id)
-        await ops.remove(live.link, path_of(params.path, params.path_raw), recursive=params.recursive)
+        path = path_of(params.path, params.path_raw)
+        with _once():
+            await ops.remove(live.link, path, recursive=params.recursive)
         return base.Empty()
 
     async def rename(self, call: Call, params: wire.Rename) -> base.Empty:
         live = await self._manager.answering(params.id)
-        await ops.rename(live.link, path_of(params.path, params.path_raw), path_of(params.to, params.to_raw))
+        path, to = path_of(params.path, params.path_raw), path_of(params.to, params.to_raw)
+        with _once():
+            await ops.rename(live.link, path, to)
         return base.Empty()
 
     async def upload(self, call: Call, params: wire.Upload) -> wire.TreeDone:
@@ -117,6 +120,18 @@ class FileApi:
                     return wire.TreeDone(entries=done.integer(Tag.COUNT), issues=ops.tree_issues(done))
                 else:
                     raise DsecError("internal", f"the agent answered {kind.name} to a download")
+
+
+@contextlib.contextmanager
+def _once() -> Iterator[None]:
+    """What the agent may have done when the client's connection, or the one to it in a pause, ended. Asked again it
+    would be there twice, or find its own work in the way."""
+    try:
+        yield
+    except DsecError as exc:
+        if exc.retryable:
+            raise DsecError("outcome_unknown", f"{exc.message}: all or a part of it may be there") from exc
+        raise
 
 
 async def _pour(call: Call, exchange: ops.Exchange, data: bytes, stream: bool) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from dsecd.erofs.store import ImageStore
+from dsecd.erofs.names import taken
 from dsecd.errors import DsecError
 from dsecd.rollout.service import Rollouts
+from dsecd.sandbox.facts import forms
 from dsecd.sandbox.manager import Manager
 from dsecd.tenants.audit import AuditLog
 from dsecd.wire.access import AUDITED, RANK, ROOT, within
@@ -49,8 +50,21 @@ class Gate:
             record = self._manager.record(params.id)
             if not within(record.owner.project, peer.project):
                 raise DsecError("not_found", f"no sandbox {params.id[:80]!r}")
+            params.id = record.id  # the one that was looked at, whoever has that name when its turn comes
         if call.name in _NAMING:
-            _refuse_taken(self._manager.rooms.images, params.name)
+            self._refuse_taken(params.name)
+
+    def _refuse_taken(self, name: str | None) -> None:
+        """A name that moved would be another image to everybody. (It may be taken yet: `Limits.new_name`.)"""
+        if name is None:
+            raise DsecError("denied", "names of images are everybody's: say the name that it is to have here")
+        try:
+            forms(self._manager.rooms.images, self._manager.rooms.vms.disks, name)
+        except DsecError as exc:
+            if exc.kind in ("not_found", "invalid"):
+                return
+            raise
+        raise taken(name)
 
     def guarded(self, table: dict[str, Handler]) -> dict[str, Handler]:
         """The table with those handlers guarded whose subject must be looked up in the registry."""
@@ -69,17 +83,6 @@ class Gate:
             name: around(handler) if METHODS[name].access.scope == "rollout" else handler
             for name, handler in table.items()
         }
-
-
-def _refuse_taken(images: ImageStore, name: str | None) -> None:
-    """A name that moved would be another image to everybody."""
-    if name is None:
-        raise DsecError("denied", "names of images are everybody's: say the name that it is to have here")
-    try:
-        images.resolve(name)
-    except DsecError:
-        return
-    raise DsecError("denied", f"the name {name} is taken, and names of images are everybody's: take another one")
 
 
 def _who(peer: Peer, method: str, role: str) -> str:

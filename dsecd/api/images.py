@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from dsecd.aio import uninterrupted
 from dsecd.api.flows import inflow, teller
 from dsecd.api.vmimages import VmImages
@@ -32,12 +34,16 @@ class ImageApi:
         self._store = store
         self._mounts = mounts
         self._pages = pages
-        self.limits = Limits(
+        self._limits = Limits(
             max_bytes=config.image_max_mb << 20, insecure_registries=tuple(config.insecure_registries),
             authfile=config.registry_authfile,
         )  # fmt: skip
         self._vms = vms
         self.slots = asyncio.Semaphore(2)  # an import fills a core and a disk; more side by side are no faster
+
+    def limits(self, call: Call) -> Limits:
+        """Of what this caller imports: names of images are everybody's, and only root's admin moves one."""
+        return msgspec.structs.replace(self._limits, new_name=call.peer.bounded)
 
     async def import_(self, call: Call, params: wire.Import) -> wire.Image:
         if params.kind == "vm":
@@ -75,25 +81,27 @@ class ImageApi:
         async with self.slots:
             made = await run_collapse(
                 self._store, params.name, params.layers, max_bytes=params.max_mb << 20, put_on=params.store or "",
-                progress=teller(call), limits=self.limits,
+                progress=teller(call), limits=self.limits(call),
             )  # fmt: skip
         return self.shown(made)
 
     async def push(self, call: Call, params: wire.Push) -> wire.Pushed:
         async with self.slots:
-            done = await run_push(self._store, params.ref, params.reference, progress=teller(call), limits=self.limits)
+            done = await run_push(
+                self._store, params.ref, params.reference, progress=teller(call), limits=self.limits(call)
+            )
         return wire.Pushed(digest=done.digest, sent_bytes=done.sent_bytes)
 
     async def pull(self, call: Call, params: wire.Pull) -> wire.Image:
         async with self.slots:
             made = await run_pull(
                 self._store, params.reference, name=params.name or "", lazy=params.lazy, put_on=params.store or "",
-                progress=teller(call), limits=self.limits,
+                progress=teller(call), limits=self.limits(call),
             )  # fmt: skip
         return self.shown(made)
 
     async def _run(self, call: Call, job: ImportJob, fd: int | None) -> Manifest:
-        return await run_import(self._store, job, input_fd=fd, progress=teller(call), limits=self.limits)
+        return await run_import(self._store, job, input_fd=fd, progress=teller(call), limits=self.limits(call))
 
     async def list(self, call: Call, params: wire.ListImages) -> wire.Images:
         found = await asyncio.to_thread(self._store.list)

@@ -41,7 +41,7 @@ class VmImages:
         )
         self._store.check_name(params.name)
         async with inflow(call) as fd:
-            return self._shown(await run_disk_job(self._store, params.name, job, fd, teller(call), self._users))
+            return self._shown(await run_disk_job(self._store, params.name, job, fd, teller(call), self._kept(call)))
 
     async def bootstrap(self, call: Call, params: wire.Bootstrap, suite: str) -> wire.Image:
         size = params.disk_mb * MIB
@@ -51,7 +51,11 @@ class VmImages:
             kind="debian", suite=suite, packages=tuple(params.include), source=f"debian {suite} by mmdebstrap",
             profile="server", agent=True, agent_file=str(self._agent), size=size, max_bytes=self._max_bytes,
         )  # fmt: skip
-        return self._shown(await run_disk_job(self._store, params.name, job, None, teller(call), self._users))
+        return self._shown(await run_disk_job(self._store, params.name, job, None, teller(call), self._kept(call)))
+
+    def _kept(self, call: Call) -> Callable[[], list[str]]:
+        """Names of images that this caller's does not take the place of: those in use; all, but for root's admin."""
+        return (lambda: [*self._users(), *self._store.names()]) if call.peer.bounded else self._users
 
     async def list_(self) -> list[wire.Image]:
         return [self._shown(image) for image in await asyncio.to_thread(self._store.list)]

@@ -187,7 +187,7 @@ async def made_by_child(
     """The image that a child of ours makes in a workspace."""
     try:
         async with asyncio.timeout(limits.deadline_s):
-            return await _committed(store, job, child, progress)
+            return await _committed(store, job, child, progress, limits.new_name)
     except TimeoutError as e:
         raise DsecError("timeout", f"the import was not done within {limits.deadline_s:g} s", infra=True) from e
     except OSError as e:
@@ -197,8 +197,9 @@ async def made_by_child(
 
 
 async def _committed(
-    store: ImageStore, job: ImportJob, child: Callable[[Work], Awaitable[Report]], progress: Callable[[Progress], None]
-) -> Manifest:
+    store: ImageStore, job: ImportJob, child: Callable[[Work], Awaitable[Report]], progress: Callable[[Progress], None],
+    new_name: bool,
+) -> Manifest:  # fmt: skip
     workspace = store.workspace()
     work = await asyncio.to_thread(workspace.__enter__)
     try:
@@ -211,7 +212,7 @@ async def _committed(
             job.check()
         progress(Progress("commit", built.data_size, built.data_size))
         # A commit takes milliseconds once begun, and a thread cannot be interrupted: cancellation waits for it.
-        return await uninterrupted(asyncio.to_thread(store.commit, work, built, job))
+        return await uninterrupted(asyncio.to_thread(store.commit, work, built, job, new_name=new_name))
     finally:
         await uninterrupted(asyncio.to_thread(workspace.__exit__, None, None, None))
 

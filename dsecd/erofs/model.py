@@ -122,12 +122,13 @@ def identity_of(manifest: Manifest) -> str:
 
 
 class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Bounds of one import; all come from the config.
+    """Bounds of one import; all come from the config, but for new_name.
 
     max_bytes: unpacked, and also what a compressed stream may grow to. max_entries: of all layers together.
     max_names_bytes: of names, link targets and xattrs, which the importer keeps in memory.
     authfile: registry credentials; without it none are used, root's own included.
     insecure_registries: hosts reached over plain HTTP besides the loopback ones.
+    new_name: the name must be nobody's yet when the image gets it, else it moves.
     """
 
     max_bytes: int = 64 << 30
@@ -136,6 +137,7 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     deadline_s: float = 3600.0
     authfile: str = ""
     insecure_registries: tuple[str, ...] = ()
+    new_name: bool = False
 
 
 class ImportJob(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

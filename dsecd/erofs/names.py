@@ -11,6 +11,10 @@ from dsecd.erofs import files
 from dsecd.errors import DsecError
 
 
+def taken(name: str) -> DsecError:
+    return DsecError("denied", f"the name {name} is taken, and names of images are everybody's: take another one")
+
+
 class Names:
     """`names.json`: {name: digest}, replaced by a rename; read each time, so that nothing need be told of a change."""
 

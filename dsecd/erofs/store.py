@@ -22,6 +22,7 @@ from dsecd.erofs.claims import LEASE_S, Gone
 from dsecd.erofs.files import Alive
 from dsecd.erofs.imagefiles import ImageFiles, short
 from dsecd.erofs.model import LOCAL, NAME, Built, GcReport, ImportJob, Manifest, identity
+from dsecd.erofs.names import taken
 from dsecd.erofs.shared import PATIENCE_S, Shared, Turn
 from dsecd.erofs.stores import StoreConfig
 from dsecd.erofs.tar import bad
@@ -181,8 +182,10 @@ class ImageStore:
             files.remove_all(path)
             os.close(fd)
 
-    def commit(self, work: Work, built: Built, job: ImportJob) -> Manifest:
+    def commit(self, work: Work, built: Built, job: ImportJob, *, new_name: bool = False) -> Manifest:
         """Make an image of what the importer left in its directory. The same content twice is one image.
+
+        new_name: `denied` when the name is another image's, from which it would go.
 
         Without a data file of its own it is an image whose data stays on `job.store`. Data that comes to this host's
         disk makes a local image of one whose data is on a remote store, or wherever `job.store` says `local`.
@@ -201,7 +204,9 @@ class ImageStore:
         try:
             ready = self._prepare(work, built, manifest, shared)
             with shared.turn() if shared is not None else contextlib.nullcontext() as turn:
-                elsewhere = self._enter(ready, manifest, turn, wanted_here=job.store == LOCAL, brings=brings)
+                elsewhere = self._enter(
+                    ready, manifest, turn, wanted_here=job.store == LOCAL, brings=brings, new_name=new_name
+                )
         finally:
             if shared is not None and not shared.hangs:
                 coming = shared.coming(work.word)
@@ -323,7 +328,9 @@ class ImageStore:
         files.write_durably(ready / "manifest.json", msgspec.json.encode(manifest))
         return ready
 
-    def _enter(self, ready: Path, manifest: Manifest, turn: Turn | None, *, wanted_here: bool, brings: bool) -> Strings:
+    def _enter(
+        self, ready: Path, manifest: Manifest, turn: Turn | None, *, wanted_here: bool, brings: bool, new_name: bool
+    ) -> Strings:
         """The image and its name, in one step for whoever looks. Stores that a damaged one before it was claimed on.
 
         What is there already is judged before the lock is taken, since its data may be on a store that hangs; if it is
@@ -342,6 +349,8 @@ class ImageStore:
                 if _inode(top) != judged:
                     continue
                 self._require_below(manifest)
+                if new_name and names.read().get(manifest.name, manifest.digest) != manifest.digest:
+                    raise taken(manifest.name)
                 elsewhere: Strings = []
                 trash: Path | None = None
                 if filled:

@@ -43,6 +43,9 @@ class Places(Protocol):
 
     apparmor: str
 
+    def check(self, where: Where) -> None:
+        """Whether there may be places there: `not_found`, `invalid`."""
+
     async def start(self, where: Where) -> Place: ...
 
 

@@ -49,6 +49,11 @@ class Pool:
     def size(self) -> int:
         return len(self._idle) + len(self._busy) + self._starting
 
+    @property
+    def is_quiet(self) -> bool:
+        """Nothing runs there, nothing is made and nobody waits."""
+        return not (self._busy or self._starting or self._waiting)
+
     def occupancy(self) -> tuple[int, int, int, int]:
         """Places that are idle, that run a call, that are being made; calls that wait for one."""
         return len(self._idle), len(self._busy), self._starting, len(self._waiting)

@@ -289,6 +289,7 @@ class Runner:
             raise DsecError("shutting_down", "the daemon is stopping")
         pool = self._pools.get((where, warm))
         if pool is None:
+            self._places.check(where)  # a name that is nothing's must not take the place of another pool
             if len(self._pools) >= POOLS_MAX:
                 await self._drop_oldest()
             zygote = zygote_command(self._places.apparmor, self.config.preload) if warm else ()
@@ -297,8 +298,11 @@ class Runner:
         return pool
 
     async def _drop_oldest(self) -> None:
-        key = min(self._pools, key=lambda one: self._pools[one].used)
-        await self._pools.pop(key).close()
+        """Of those that have no call: others' calls go on."""
+        quiet = [key for key, pool in self._pools.items() if pool.is_quiet]
+        if not quiet:
+            raise DsecError("capacity", f"calls of {POOLS_MAX} images are under way, and more are not held at once")
+        await self._pools.pop(min(quiet, key=lambda one: self._pools[one].used)).close()
 
     def sizes(self) -> dict[str, int]:
         """Places by image, for statistics."""

@@ -23,9 +23,10 @@ from dsecd.errors import DsecError
 from dsecd.wire.base import PROTOCOL, Params
 from dsecd.wire.call import Call, Handler, Interceptor, Peer
 from dsecd.wire.daemon import Hello, Welcome
+from dsecd.wire.limits import Limits
 from dsecd.wire.methods import METHODS
 from dsecd.wire.sandbox import Owner
-from dsecd.wire.server import Limits, Server
+from dsecd.wire.server import Server
 
 INSIDE: Final = "/run/dsec"
 ON_AGENT: Final = frozenset({

@@ -95,9 +95,14 @@ class Rollouts:
     def _enter(self, record: Record) -> Active:
         channel = Channel(self._run_dir / record.id, record.id, record.owner)
         active = self._live[record.id] = Active(record, self._manager, self._table, channel)
-        active.on_decided = self._delivered.set
+        active.on_decided = lambda: self._decided(active)
         active.on_over = lambda active: self._live.pop(active.record.id, None)
         return active
+
+    def _decided(self, active: Active) -> None:
+        self._delivered.set()
+        if (trainer := self.trainers.of(active.record)) is not None:
+            trainer.over(active.record.id)
 
     async def _listen(self, active: Active) -> None:
         assert self._once is not None

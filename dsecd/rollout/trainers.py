@@ -57,6 +57,12 @@ class Trainer:
         self._sent.discard(ref)
         self._wake.set()
 
+    def over(self, rollout: str) -> None:
+        """Nobody waits for its steps any more."""
+        self._todo = {ref: None for ref in self._todo if ref[0] != rollout}
+        self._sent = {ref for ref in self._sent if ref[0] != rollout}
+        self._wake.set()
+
     def lose(self, why: DsecError) -> None:
         self._lost = why
         self._wake.set()

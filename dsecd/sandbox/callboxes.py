@@ -55,6 +55,11 @@ class CallPlaces:
         self._memory = memory_max + SPARE
         self.apparmor = apparmor
 
+    def check(self, where: Where) -> None:
+        """That there is such an image, and that there are such devices."""
+        compose(self._rooms.images, where.image)
+        self._rooms.devices.check(wanted(where.devices))
+
     async def start(self, where: Where) -> CallPlace:
         """On failure nothing is left. Errors as of a sandbox."""
         stack = contextlib.AsyncExitStack()

@@ -172,6 +172,7 @@ class Commands:
         feeder: asyncio.Task[None] | None = None
         if asked.stdin:
             feeder = asyncio.get_running_loop().create_task(_feed_all(command, asked.stdin))
+            feeder.add_done_callback(lambda task: _kill_unfed(command, task))
         try:
             ended = await command.ended
         except asyncio.CancelledError:
@@ -184,7 +185,11 @@ class Commands:
                 feeder.cancel()
                 with contextlib.suppress(asyncio.CancelledError, DsecError):
                     await feeder
+        if feeder is not None and not feeder.cancelled() and (fault := feeder.exception()) is not None:
+            self.forget(ident)
+            raise fault  # it was killed for that
         result = self._result(ident, command, ended, queued)
+        command.let_go()
         OVERHEAD_S.observe(max(0.0, time.monotonic() - received - ended.ran_us / 1e6))
         if asked.request_id is None:  # after the reply: the agent's waking up must not delay it
             asyncio.get_running_loop().call_soon(self.forget, ident)
@@ -194,9 +199,12 @@ class Commands:
         """The result of a command that may have ended in an earlier daemon's life."""
         entry = self.get(ident)
         ended = await asyncio.shield(entry.command.ended)
-        if entry.meta.quiet or not entry.command.complete:
-            await entry.command.fetch()
-        return self._result(ident, entry.command, ended, 0.0)
+        if not entry.meta.quiet and entry.command.complete:
+            return self._result(ident, entry.command, ended, 0.0)  # `run` has still to give it to its caller
+        await entry.command.fetch()
+        result = self._result(ident, entry.command, ended, 0.0)
+        entry.command.let_go()
+        return result
 
     async def wait(self, ident: str) -> wire.Ran:
         """exec.wait."""
@@ -275,7 +283,7 @@ class Commands:
             if fields.integer(Tag.STATE):
                 command.send(Type.FETCH)
                 await asyncio.shield(command.ended)
-                command.complete = True
+                command.let_go()
             elif meta.session:
                 command.kill(KILLED, everything=True)  # its state machine went with the daemon that ran it
 
@@ -315,6 +323,12 @@ def how(ended: Ended) -> dict[str, Any]:
         "ran_ms": ended.ran_us / 1000,
         "cpu_ms": ended.cpu_us / 1000,
     }
+
+
+def _kill_unfed(command: Command, feeder: asyncio.Task[None]) -> None:
+    """It would wait for its input for ever."""
+    if not feeder.cancelled() and feeder.exception() is not None:
+        command.kill(KILLED, everything=True)
 
 
 async def _feed_all(command: Command, data: bytes) -> None:

@@ -53,6 +53,7 @@ START_S = DAEMON.histogram(
     ("backend", "outcome"),
 )  # fmt: skip
 TELL_S = 30.0  # until the agent in a full VM, if it is an agent, has told its commands
+TELL_ALL_S = 120.0  # until that of a microVM has, which has nothing else to do, or its kernel is somebody else's
 
 
 class Rooms(Struct):
@@ -215,8 +216,14 @@ class Live:
         if self.commands is None:
             return
         link = self.commands.link
-        if not link.outlived:
+        if self.record.backend == "container":
             await self.commands.take_back()
+        elif not link.outlived:
+            try:
+                async with asyncio.timeout(TELL_ALL_S):
+                    await self.commands.take_back()
+            except TimeoutError as exc:
+                raise DsecError("sandbox_dead", f"its agent has not told its commands in {TELL_ALL_S:g} s") from exc
         elif link.alive:
             try:
                 async with asyncio.timeout(TELL_S):

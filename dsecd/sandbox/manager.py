@@ -28,7 +28,7 @@ from dsecd.sandbox.admission import Admission
 from dsecd.sandbox.deadlines import Deadlines
 from dsecd.sandbox.events import Events
 from dsecd.sandbox.facts import Facts
-from dsecd.sandbox.ids import new_id
+from dsecd.sandbox.ids import ID, new_id
 from dsecd.sandbox.live import Live, Rooms
 from dsecd.sandbox.pausing import Pausing
 from dsecd.sandbox.record import Record, now
@@ -69,7 +69,7 @@ class Manager:
     # -- finding ------------------------------------------------------------------------------------------------------
     def record(self, ident: str) -> Record:
         """By id or name, ended ones by id too; `not_found`."""
-        live = self._live.get(self._names.get(ident, ident))
+        live = self._live.get(ident) or self._live.get(self._names.get(ident, ""))
         if live is not None:
             return live.record
         record = self._ended.get(ident)
@@ -206,6 +206,8 @@ class Manager:
     def _admit(
         self, spec: wire.Spec, choice: wire.Choice | None, owner: wire.Owner, request: str, binds: tuple[Bind, ...]
     ) -> Live:
+        if spec.name is not None and ID.fullmatch(spec.name):
+            raise DsecError("invalid", f"the name {spec.name!r} looks like an id: take another one")
         self.rooms.network.check(spec.network_rules)
         self.rooms.devices.check(wanted(spec.devices))
         backend = spec.backend if choice is None else choice.backend

@@ -64,7 +64,10 @@ class Replay:
             if upload is not None and running.upload is not None:
                 await _over(running.task, running.upload.stream)
                 if not running.upload.stream.ended:
-                    continue  # cut off: the key says what became of it, and is free if this stream may take its place
+                    # Cut off: the key says what became of it, and is free if this stream may take its place. The task
+                    # goes from the table in the loop's next turn, which there would never be without this.
+                    await asyncio.sleep(0)
+                    continue
                 self._same(running.upload.digest(), await upload.read(), params)
             return _replayed(await asyncio.shield(running.task))
         task = asyncio.get_running_loop().create_task(self._first(key, digest, method, params, who, invoke, upload))

@@ -91,6 +91,7 @@ class Session:
         self._lock = asyncio.Lock()
         self._captures: dict[int, _Capture] = {}
         self._taken = {STDOUT: 0, STDERR: 0, CONTROL: 0}
+        command.tied = True
         command.listen(self._output)
         for stream in self._taken:
             command.follow(stream, 0, WINDOW)

@@ -112,7 +112,7 @@ class Store:
         except sqlite3.OperationalError as exc:
             kind: Kind = "disk_full" if "full" in str(exc) else "internal"
             raise DsecError(kind, f"the registry cannot be written: {exc}", infra=True) from exc
-        except sqlite3.Error as exc:
+        except Exception as exc:
             raise DsecError("internal", f"the registry cannot be written: {exc}") from exc
 
     # -- the thread ---------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ class Store:
                     rows = cursor.fetchall() if job.query else None
                 results.append((job, rows))
             self._db.execute("COMMIT")
-        except sqlite3.Error as exc:
+        except Exception as exc:  # noqa: BLE001 - the thread outlives whatever a value was that SQLite does not take
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             if len(batch) > 1:  # one bad statement must not fail its neighbours

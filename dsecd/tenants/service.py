@@ -94,6 +94,13 @@ class Tenants:
             return peer if principal is not None and principal.number == peer.uid else None
         return self.greet(peer)
 
+    def gone(self, peer: Peer) -> bool:
+        """Whether the principal or the token of a request is there no more."""
+        if peer.principal.startswith("uid:"):
+            return False
+        known = self.tree.principals.get(peer.principal)
+        return known is None or known.number != peer.uid or (peer.token != "" and peer.token not in self.tree.tokens)
+
     # -- changes ------------------------------------------------------------------------------------------------------
     async def create_project(self, actor: Actor, path: str, quotas: wire.Quotas) -> wire.Project:
         async with self._lock:

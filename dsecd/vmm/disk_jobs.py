@@ -27,7 +27,7 @@ async def run_disk_job(
     """The image that came of it. Cancelling kills the child and all that it started; nothing half-made stays.
 
     input_fd: for a stream: a pipe, socket or file, read from where it stands to its end; it stays the caller's.
-    in_use: names of images that disks lie over; replacing one would change what is below them.
+    in_use: names of images that stay as they are: replacing one would change what is below the disks that lie over it.
     """
     store.check_name(name)
     _refuse(name, in_use())
@@ -48,7 +48,9 @@ async def run_disk_job(
 
 def _refuse(name: str, in_use: Collection[str]) -> None:
     if name in in_use:
-        raise DsecError("conflict", f"the VM image {name!r} is in use: import under another name")
+        raise DsecError(
+            "conflict", f"the VM image {name!r} is in use, or not yours to replace: import under another name"
+        )
 
 
 def _own(image: Path) -> None:

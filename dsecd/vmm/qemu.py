@@ -133,7 +133,7 @@ class QemuDriver:
     async def restore(self, spec: MachineSpec, saved: Snapshot, directory: Path, *, clone: bool) -> QemuMachine:
         await asyncio.to_thread(snapshot.check, saved, directory, self, spec.memory)
         state = _new_file(spec.directory / "state", spec)
-        shutil.copyfile(directory / "state", state)
+        await asyncio.to_thread(shutil.copyfile, directory / "state", state)
         mode: Mode = "load" if "ram" not in saved.files else "clone" if clone else "resume"
         ram = directory / "ram" if mode == "clone" else ram_path(spec)
         if mode == "clone":

@@ -16,6 +16,7 @@ PROTOCOL: Final = 1
 MAX_FRAME: Final = 16 << 20
 MAX_INLINE: Final = 8 << 20  # bytes of data in one message: base64 and JSON must fit the frame
 
+Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  # what SQLite and the agent take
 Seconds = Annotated[float, Meta(gt=0, le=30 * 86400)]
 RequestKey = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+$")]
 Name = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]

@@ -55,7 +55,7 @@ class Call:
 
     __slots__ = (
         "_inflow", "_outflow", "cancelled", "connection", "id", "method", "name", "on_limit", "outcome", "peer",
-        "received", "size", "task", "trace",
+        "received", "revoked", "size", "task", "trace",
     )  # fmt: skip
 
     def __init__(
@@ -72,6 +72,7 @@ class Call:
         self.trace: Trace | None = None
         self.task: asyncio.Task[None] | None = None
         self.cancelled = False  # by $/cancelRequest, not by a connection that broke
+        self.revoked = False  # whose it is, is gone
         self.on_limit: Callable[[int, int], None] | None = None  # credit that is passed through: stream, limit
         self._inflow: Inflow | None = None
         self._outflow: Outflow | None = None

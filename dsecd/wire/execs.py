@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from dsecd.wire.base import Id, Params, Path, Result
+from dsecd.wire.base import Count, Id, Params, Path, Result
 from dsecd.wire.sandbox import Env
 
 Cap = Annotated[int, Meta(ge=1024, le=8 << 20)]
@@ -104,8 +104,8 @@ class Attach(ExecRef):
     The reply is `Ran` without output when it has ended. window: first credit for each stream in bytes.
     """
 
-    stdout_from: int = 0
-    stderr_from: int = 0
+    stdout_from: Count = 0
+    stderr_from: Count = 0
     window: Annotated[int, Meta(ge=4096, le=8 << 20)] = 1 << 20
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from dsecd.wire.base import Id, Params, Result
+from dsecd.wire.base import Count, Id, Params, Result
 
 FilePath = Annotated[str, Meta(max_length=4096)]
 RawPath = Annotated[bytes, Meta(max_length=4096)]
@@ -28,8 +28,8 @@ class PathParams(Params):
 class Read(PathParams):
     """`file.read`: up to 8 MiB in the reply, or with `stream` any size as stream.data notifications under credit."""
 
-    offset: Annotated[int, Meta(ge=0)] = 0
-    size: Annotated[int, Meta(ge=0)] = 0
+    offset: Count = 0
+    size: Count = 0
     stream: bool = False
     window: Annotated[int, Meta(ge=4096, le=8 << 20)] = 4 << 20
 

@@ -26,6 +26,11 @@ class Lines:
         self._parts: list[bytes | memoryview] = []
         self._size = 0
 
+    @property
+    def unfinished(self) -> int:
+        """Bytes of the line whose end is still to come."""
+        return self._size
+
     def feed(self, data: bytes) -> list[bytes]:
         """Lines completed by `data`; empty lines are dropped."""
         lines: list[bytes] = []

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from dsecd.wire.base import Id, Params, Result, Text
+from dsecd.wire.base import Count, Id, Params, Result, Text
 from dsecd.wire.execs import Arg
 from dsecd.wire.sandbox import Spec
 
@@ -109,7 +109,7 @@ class Steps(Params):
     """`rollout.steps`: what was asked and answered behind step `after`. bodies: with both texts, some 8 MiB at most."""
 
     id: Id
-    after: Annotated[int, Meta(ge=0)] = 0
+    after: Count = 0
     limit: Annotated[int, Meta(ge=1, le=10_000)] = 1000
     bodies: bool = False
 
@@ -179,7 +179,7 @@ class AskResults(Params):
     """`rollout.results`: results behind id `after` that were not acknowledged; waits up to wait_s for the first."""
 
     job: Job | None = None
-    after: Annotated[int, Meta(ge=0)] = 0
+    after: Count = 0
     limit: Annotated[int, Meta(ge=1, le=1000)] = 100
     wait_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0
 
@@ -204,7 +204,7 @@ class Results(Result):
 class Ack(Params):
     """`rollout.ack`: these results are not delivered again. Unknown ids are no error."""
 
-    ids: Annotated[list[int], Meta(max_length=10_000)]
+    ids: Annotated[list[Count], Meta(max_length=10_000)]
 
 
 class Acked(Result):

@@ -12,10 +12,9 @@ import logging
 import os
 import socket
 import struct
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
@@ -26,34 +25,18 @@ from dsecd.wire import base, execs
 from dsecd.wire.access import AUDITED
 from dsecd.wire.call import Call, Handler, Interceptor, Peer
 from dsecd.wire.framing import FrameTooLong, Lines
+from dsecd.wire.limits import Held, Limits
 from dsecd.wire.methods import METHODS
 from dsecd.wire.stream import CHUNK
 from dsecd.wire.watch import Watch
 
 log = logging.getLogger("dsecd.wire")
 
-MAX_CALLS: Final = 20_000  # in flight on one connection; more are refused, so that a client cannot fill memory
-MAX_UNSENT: Final = 128 << 20  # replies a client does not read; then it is cut off
-
 PARAMS = {name: msgspec.json.Decoder(m.params).decode for name, m in METHODS.items()}
 _decode_data = msgspec.json.Decoder(base.StreamData).decode
 _decode_eof = msgspec.json.Decoder(base.StreamEof).decode
 _decode_credit = msgspec.json.Decoder(base.StreamCredit).decode
 _decode_cancel = msgspec.json.Decoder(base.Cancel).decode
-
-
-class Limits(msgspec.Struct, frozen=True):
-    """What the clients of one server may make it hold.
-
-    connections at once; calls in flight on one; bytes of a message, of replies that one does not read, and of all
-    requests in flight together.
-    """
-
-    calls: int
-    unsent: int
-    connections: int = sys.maxsize
-    frame: int = base.MAX_FRAME
-    held: int = sys.maxsize
 
 
 class Connection(Flow):
@@ -63,10 +46,12 @@ class Connection(Flow):
         super().__init__()
         self._server = server
         self._lines = Lines(server.limits.frame)
+        self._unfinished = 0  # bytes of a line that are counted as held
         self._out: list[bytes] = []
         self._batching = False
         self._calls: dict[int | str, Call] = {}
         self.peer = Peer(0, 0, 0)
+        self.uid = -1  # at the other end
         self.closed = asyncio.get_running_loop().create_future()
 
     # -- asyncio.Protocol ---------------------------------------------------------------------------------------------
@@ -79,12 +64,15 @@ class Connection(Flow):
             assert self.transport is not None
             self.transport.abort()
             return
-        self.peer = peer
+        self.peer, self.uid = peer, uid
         self._server.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._server.connections.discard(self)
+        if self._unfinished:
+            self._server.held.drop(self.uid, self._unfinished)
+            self._unfinished = 0
         for call in list(self._calls.values()):
             if call.task is not None:
                 call.task.cancel()
@@ -107,13 +95,30 @@ class Connection(Flow):
         try:
             for line in self._lines.feed(data):
                 self._line(line)
+            self._count_unfinished()
         except FrameTooLong:
-            self._fail(None, DsecError("invalid", f"a message is longer than {self._server.limits.frame} bytes"))
-            self.flush()
-            self.close()
+            self._cut(DsecError("invalid", f"a message is longer than {self._server.limits.frame} bytes"))
+        except DsecError as exc:
+            self._cut(exc)
         finally:
             self._batching = False
             self.flush()
+
+    def _count_unfinished(self) -> None:
+        """What has come of a line that is not whole is held, too."""
+        if self.transport is None:
+            return
+        if self._unfinished:
+            self._server.held.drop(self.uid, self._unfinished)
+            self._unfinished = 0
+        if size := self._lines.unfinished:
+            self._server.held.take(self.uid, size)
+            self._unfinished = size
+
+    def _cut(self, why: DsecError) -> None:
+        self._fail(None, why)
+        self.flush()
+        self.close()
 
     # -- sending ------------------------------------------------------------------------------------------------------
     def send(self, message: object) -> None:
@@ -141,6 +146,13 @@ class Connection(Flow):
     def close(self) -> None:
         if self.transport is not None:
             self.transport.close()
+
+    def revoke(self, gone: Callable[[Peer], bool]) -> None:
+        """End the requests of those who are gone, but not the one that says so."""
+        for call in list(self._calls.values()):
+            if call.task is not None and call.task is not asyncio.current_task() and gone(call.peer):
+                call.revoked = True
+                call.task.cancel()
 
     # -- receiving ----------------------------------------------------------------------------------------------------
     def _line(self, line: bytes) -> None:
@@ -203,24 +215,24 @@ class Connection(Flow):
         if len(self._calls) >= limits.calls:
             self._fail(ident, DsecError("capacity", f"more than {limits.calls} requests in flight on one connection"))
             return
-        if self._server.held + size > limits.held:
-            self._fail(ident, DsecError("quota", f"more than {limits.held} bytes of requests in flight"))
-            return
         try:
             params = PARAMS[message.method](message.params)
         except (msgspec.DecodeError, RecursionError) as exc:
             self._fail(ident, DsecError("invalid", f"{message.method}: {_reason(exc)}"))
             return
         call = Call(self, self.peer, ident, message.method, method, size)
+        plain = message.method in self._server.plain
         try:
             if message.as_ is not None:
                 call.peer = self._server.assume(self.peer, message.as_)
             if call.peer.bounded:
                 self._server.gate(call, params)
+            if not plain:
+                self._server.held.take(call.peer.uid, size)
         except DsecError as exc:
             self._fail(ident, exc)
             return
-        if message.method in self._server.plain:
+        if plain:
             try:
                 self._succeed(call, handler(call, params))
             except Exception as exc:  # noqa: BLE001 - the one place that ends a plain request
@@ -229,7 +241,6 @@ class Connection(Flow):
                 self._server.watch.count(call)
             return
         self._calls[ident] = call
-        self._server.held += size
         call.task = asyncio.get_running_loop().create_task(self._run(call, handler, params))
         call.task.add_done_callback(lambda _t: self._never_began(call))
 
@@ -270,7 +281,7 @@ class Connection(Flow):
 
     def _over(self, call: Call) -> None:
         if self._calls.pop(call.id, None) is not None:
-            self._server.held -= call.size
+            self._server.held.drop(call.peer.uid, call.size)
 
     def _succeed(self, call: Call, result: Any) -> None:
         call.outcome = "ok" if self.transport is not None else "gone"
@@ -329,12 +340,12 @@ class Server:
         self.handlers = handlers
         self.plain = {name for name, handler in handlers.items() if not inspect.iscoroutinefunction(handler)}
         self.interceptor = interceptor
-        self.limits = limits or Limits(calls=MAX_CALLS, unsent=MAX_UNSENT)
+        self.limits = limits or Limits()
         self.greet, self.assume, self.gate = greet, assume, gate
         self.watch: Watch | None = None  # of the daemon's own clients
         self.connections: set[Connection] = set()
         self.requests = 0
-        self.held = 0  # bytes of requests in flight
+        self.held = Held(self.limits.held)
         self._listener: asyncio.Server | None = None
 
     async def serve(self, sock: socket.socket) -> None:
@@ -343,14 +354,16 @@ class Server:
         loop = asyncio.get_running_loop()
         self._listener = await loop.create_server(lambda: Connection(self), sock=sock, backlog=1024)
 
-    def renew(self, now: Callable[[Peer], Peer | None]) -> None:
-        """Principals have changed: who each connection is now; those of nobody any more are cut."""
+    def renew(self, now: Callable[[Peer], Peer | None], gone: Callable[[Peer], bool]) -> None:
+        """Principals have changed: who each connection is now; those of nobody any more are cut, and so are requests
+        for one who is gone, on whosever connection."""
         for connection in list(self.connections):
             peer = now(connection.peer)
             if peer is None:
                 connection.close()
             else:
                 connection.peer = peer
+                connection.revoke(gone)
 
     async def close(self) -> None:
         """Stop to accept, cancel what runs, close every connection."""
@@ -365,7 +378,10 @@ class Server:
 
 
 def _cancelled(call: Call) -> DsecError:
-    """By the client; or by a daemon that stops, which says nothing about what became of it."""
+    """By the client; by who took its principal away; or by a daemon that stops, which says nothing of what became of
+    it."""
+    if call.revoked:
+        return DsecError("denied", f"{call.peer.principal} is no principal any more, or its token was revoked")
     if call.cancelled:
         return DsecError("timeout", f"{call.name} was cancelled", detail={"cancelled": True})
     if call.method.once:

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from dsecd.wire.access import Role
-from dsecd.wire.base import Name, Params, Result
+from dsecd.wire.base import Count, Name, Params, Result
 
 Path = Annotated[str, Meta(max_length=255, pattern=r"^root(/[A-Za-z0-9][A-Za-z0-9._-]{0,31}){0,7}\Z")]
 QuotaName = Literal["sandboxes", "cpu", "memory_mb", "disk_mb", "creates_per_s"]
@@ -157,7 +157,7 @@ class TokenMade(Result):
 class ReadAudit(Params):
     """`audit.read`: entries behind `after`, oldest first; of the caller's subtree."""
 
-    after: Annotated[int, Meta(ge=0)] = 0
+    after: Count = 0
     limit: Annotated[int, Meta(ge=1, le=1000)] = 100
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from dsecd.wire.access import ROOT
-from dsecd.wire.base import Id, Params, Result
+from dsecd.wire.base import Count, Id, Params, Result
 
 
 class Who(Struct, omit_defaults=True):
@@ -49,7 +49,7 @@ class Read(Params):
     """
 
     id: Id
-    after: Annotated[int, Meta(ge=0)] = 0
+    after: Count = 0
     limit: Annotated[int, Meta(ge=1, le=10_000)] = 10_000
     sum: Annotated[str, Meta(max_length=64)] = ""
 

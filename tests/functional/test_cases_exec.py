@@ -13,6 +13,8 @@ import pytest
 from daemonkit import Clock, Daemon, asynchronous, init_pid, launch, names_running, patience, sandbox_of
 
 from dsecd.client import DsecError, Sandbox
+from dsecd.wire import daemon as daemon_wire
+from dsecd.wire import execs
 
 MIB = 1 << 20
 
@@ -277,3 +279,28 @@ async def test_case_13_long_command_lines(daemon: Daemon, backend: str) -> None:
             await sandbox.exec(["true", *["y" * 100_000] * 21])
         assert caught.value.kind == "invalid"
         assert (await sandbox.run_shell("echo fine")).stdout == "fine\n"
+
+
+@asynchronous
+async def test_no_output_of_ended_commands_stays_in_the_daemon(daemon: Daemon) -> None:
+    """Neither of those with a key, whose answers are on the disk, nor of what was started and not waited for: the agent
+    has both, as long as it has room."""
+    async with daemon.client() as client, sandbox_of(daemon, "container", memory_limit_mb=512) as sandbox:
+
+        async def resident() -> int:
+            return int((await client.call("daemon.stats", daemon_wire.StatsParams())).rss_bytes)
+
+        argv = ["head", "-c", str(7 * MIB), "/dev/zero"]
+        run = execs.Run(id=sandbox.id, argv=argv, cap_bytes=8 * MIB, request_id="output-0")
+        assert len((await client.call("exec.run", run)).stdout) == 7 * MIB
+        before = await resident()
+        for n in range(1, 25):
+            run = execs.Run(id=sandbox.id, argv=argv, cap_bytes=8 * MIB, request_id=f"output-{n}")
+            ran = await client.call("exec.run", run)
+            start = execs.Start(id=sandbox.id, argv=argv, cap_bytes=8 * MIB)
+            started = await client.call("exec.start", start)
+        assert await resident() - before < 80 * MIB
+        for ident in (ran.exec_id, started.exec_id):
+            for _ in range(2):
+                found = await client.call("exec.wait", execs.Wait(id=sandbox.id, exec_id=ident))
+                assert (found.exit_code, len(found.stdout)) == (0, 7 * MIB)

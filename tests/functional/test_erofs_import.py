@@ -712,6 +712,23 @@ def test_importer_has_given_up_root_when_it_parses(store: ImageStore, tmp_path: 
     asyncio.run(run())
 
 
+def test_a_new_name_takes_none_from_another_image(store: ImageStore) -> None:
+    """What was free when it was asked for may be taken when it comes to it."""
+
+    def named(content: bytes, name: str, new: bool = True) -> Manifest:
+        return import_now(store, Tar().file("f", content).done(), name=name, limits=Limits(new_name=new))
+
+    first = named(b"1", "x")
+    assert named(b"1", "x").digest == first.digest
+    with pytest.raises(DsecError, match="the name x is taken") as caught:
+        named(b"2", "x")
+    assert caught.value.kind == "denied"
+    assert [image.digest for image in store.list()] == [first.digest]
+    assert named(b"2", "y").names == ("y",)
+    assert store.resolve("x").digest == first.digest
+    assert named(b"3", "x", new=False).names == ("x",)
+
+
 def test_same_content_at_once_is_one_image(store: ImageStore) -> None:
     data = Tar().file("a", os.urandom(2_000_000)).done()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import daemonkit
 import pytest
@@ -10,6 +11,7 @@ from daemonkit import Daemon
 from fnkit import IMAGE, c, calls, cold_python, cpp, judge, python, sh
 
 from dsecd.client import DsecError, DSecFnCallArgs, DSecSyncClient
+from dsecd.fncall.runner import POOLS_MAX
 from dsecd.wire.fncall import Case, Checker
 
 __all__ = ["calls", "judge"]
@@ -238,6 +240,38 @@ def test_a_cancelled_call_ends_and_its_place_is_used_again(judge: Daemon) -> Non
             assert caught.value.kind == "timeout"
             results = await asyncio.gather(*(client.fncall(sh("echo 1", expected=b"1")) for _ in range(20)))
             assert {one.verdict for one in results} == {"ok"}
+
+    daemonkit.run(work())
+
+
+def test_a_call_cancelled_while_its_files_are_on_the_way_costs_its_place_alone(judge: Daemon) -> None:
+    """A deadline before the agent has all of its input, which may well be several times what the link takes at once."""
+
+    async def work() -> None:
+        async with judge.client() as client:
+            for n in range(24):
+                with contextlib.suppress(DsecError):
+                    await client.fncall(sh("cat >/dev/null", stdin=bytes(7 << 20)), timeout=0.005 * (n % 12 + 1))
+            async with asyncio.timeout(120):
+                results = await asyncio.gather(*(client.fncall(sh("echo 1", expected=b"1")) for _ in range(20)))
+            assert {one.verdict for one in results} == {"ok"}
+
+    daemonkit.run(work())
+
+
+def test_names_of_no_images_end_nobodys_calls(judge: Daemon) -> None:
+    """More of them than pools are kept, while a call runs in one."""
+
+    async def work() -> None:
+        async with judge.client() as client:
+            running = asyncio.create_task(client.fncall(sh("sleep 3; echo 1", expected=b"1")))
+            await asyncio.sleep(0.5)
+            for n in range(POOLS_MAX + 1):
+                with pytest.raises(DsecError) as caught:
+                    await client.fncall(sh("true", container_image=f"nothing:{n}"))
+                assert caught.value.kind == "not_found"
+            assert not running.done()
+            assert (await running).verdict == "ok"
 
     daemonkit.run(work())
 

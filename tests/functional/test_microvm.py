@@ -21,6 +21,7 @@ from daemonkit import BASE, Daemon, asynchronous, guest_kernels, init_pid, launc
 
 from dsecd import proc
 from dsecd.client import DSecClient, DsecError, DSecMicroVMRunArgs, Sandbox
+from dsecd.wire import execs
 from dsecd.wire import sandbox as wire
 
 
@@ -94,6 +95,28 @@ async def test_a_waiting_command_outlives_a_pause(daemon: Daemon) -> None:
         await sandbox.resume()
         result = await asyncio.wait_for(running, 60)
         assert (result.exit_code, result.stdout) == (0, "before\nafter\n")
+
+
+@asynchronous
+async def test_who_follows_a_command_attaches_again_after_a_pause(daemon: Daemon) -> None:
+    """It goes on, is known, takes input that it is sent from then on, and nothing of its output is lost."""
+    async with vm(daemon) as sandbox, daemon.client() as client:
+        start = execs.Start(id=sandbox.id, argv=["sh", "-c", "echo one; read x; echo $x; read x; echo $x"], stdin=True)
+        ident = (await client.call("exec.start", start)).exec_id
+        attached = await client.begin("exec.attach", execs.Attach(id=sandbox.id, exec_id=ident, window=4096))
+        await client.call("exec.stdin", execs.Stdin(id=sandbox.id, exec_id=ident, data=b"two\n"))
+        await asyncio.sleep(0.5)
+        await sandbox.pause()
+        await sandbox.resume()
+        with pytest.raises(DsecError) as caught:
+            await asyncio.wait_for(attached.finish(), 60)
+        assert (caught.value.kind, caught.value.retryable) == ("sandbox_dead", True)
+        (known,) = (await client.call("exec.list", execs.ListExecs(id=sandbox.id))).execs
+        assert (known.exec_id, known.running) == (ident, True)
+        waiting = asyncio.create_task(client.call("exec.wait", execs.Wait(id=sandbox.id, exec_id=ident)))
+        await client.call("exec.stdin", execs.Stdin(id=sandbox.id, exec_id=ident, data=b"three\n"))
+        result = await asyncio.wait_for(waiting, 60)
+        assert (result.exit_code, result.stdout) == (0, b"one\ntwo\nthree\n")
 
 
 @asynchronous

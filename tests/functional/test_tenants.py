@@ -13,10 +13,11 @@ from typing import Any
 import msgspec
 import pytest
 from daemonkit import BASE, Daemon, asynchronous, started
+from erofs_kit import Tar
 
 from dsecd.client import DSecClient
 from dsecd.errors import DsecError
-from dsecd.wire import execs, images, trace, trajectory
+from dsecd.wire import environments, execs, images, trace, trajectory
 from dsecd.wire import sandbox as wire
 from dsecd.wire.methods import METHODS
 from dsecd.wire.tenants import Quotas
@@ -221,6 +222,96 @@ async def test_no_method_succeeds_on_another_tenants_sandbox(tenants: Daemon, tm
             whose = [one["who"] for one in msgspec.to_builtins(read.entries) if one.get("method") == "sandbox.pause"]
             assert [(one["principal"], one["project"]) for one in whose] == [(theirs.name("user"), "root/theirs")]
             await they.call("sandbox.stop", wire.Stop(id=box.id))
+
+
+@asynchronous
+async def test_a_name_is_no_id(tenants: Daemon, tmp_path: Path) -> None:
+    """A sandbox named as another one's id would be taken for that one."""
+    async with teams(tenants, tmp_path, "root/mine", "root/theirs") as (_, (mine, theirs)):  # noqa: SIM117
+        async with theirs.client() as they, mine.client() as me:
+            box = await they.call("sandbox.create", wire.Create(spec=SPEC))
+            shadow = msgspec.structs.replace(SPEC, name=box.id)
+            await refused(me.call("sandbox.create", wire.Create(spec=shadow)), "invalid", "looks like an id")
+            await they.call("sandbox.stop", wire.Stop(id=box.id))
+
+
+@asynchronous
+async def test_a_request_stays_with_the_sandbox_that_it_was_let_to(tenants: Daemon, tmp_path: Path) -> None:
+    """The name is another project's when the request that waited gets its turn."""
+    async with teams(tenants, tmp_path, "root/mine", "root/theirs") as (boss, (mine, theirs)):  # noqa: SIM117
+        async with theirs.client() as they, mine.client() as me:
+            spec = msgspec.structs.replace(SPEC, name="moving")
+            first = await me.call("sandbox.create", wire.Create(spec=spec))
+            stalled = [await _stalled_import(boss) for _ in range(2)]  # all slots there are
+            pack = await me.begin("sandbox.pack_diff", environments.PackDiff(id="moving", name="base:stolen"))
+            await me.whoami()
+            await me.call("sandbox.stop", wire.Stop(id=first.id))
+            second = await they.call("sandbox.create", wire.Create(spec=spec))
+            for one in stalled:
+                one.cancel()
+                with contextlib.suppress(DsecError):
+                    await one.finish()
+            await refused(pack.finish(), "sandbox_dead")
+            await they.call("sandbox.stop", wire.Stop(id=second.id))
+
+
+async def _stalled_import(client: DSecClient) -> Any:
+    """One whose stream never ends."""
+    return await client.begin("image.import", images.Import(name="base:stalled", kind="base"))
+
+
+@asynchronous
+async def test_images_are_made_under_names_that_are_free_when_they_are_made(tenants: Daemon, tmp_path: Path) -> None:
+    async def stream(data: bytes, go: asyncio.Event | None = None) -> AsyncIterator[bytes]:
+        yield data[:512]
+        if go is not None:
+            await go.wait()
+        yield data[512:]
+
+    disk, layer = bytes(1 << 20), Tar().file("f", b"tenant").done()
+    async with teams(tenants, tmp_path, "root/mine") as (boss, (mine,)), mine.client() as me:
+        await boss.import_image(images.Import(name="appliance", kind="vm"), stream(disk))
+        for kind in ("vm", "base"):
+            work = me.import_image(images.Import(name="appliance", kind=kind), stream(disk))
+            await refused(work, "denied", "the name appliance is taken")
+        for name, kind, data, other, error in (
+            ("base:late", "base", layer, Tar().file("f", b"admin").done(), ("denied", "the name base:late is taken")),
+            ("late", "vm", disk, disk, ("conflict", "not yours to replace")),
+        ):
+            go = asyncio.Event()
+            late = asyncio.create_task(me.import_image(images.Import(name=name, kind=kind), stream(data, go)))
+            await asyncio.sleep(0.3)
+            made = await boss.import_image(images.Import(name=name, kind=kind), stream(other))
+            assert not late.done()
+            go.set()
+            await refused(late, *error)
+            assert (await boss.call("image.get", images.ByRef(ref=name))).digest == made.digest
+            await boss.call("image.remove", images.ByRef(ref=name))
+        await boss.call("image.remove", images.ByRef(ref="appliance"))
+
+
+@asynchronous
+async def test_a_request_ends_with_its_principal(tenants: Daemon, tmp_path: Path) -> None:
+    """Also one that somebody asked for him, on a connection that stays."""
+    async with teams(tenants, tmp_path, "root/mine") as (boss, (mine,)):
+        await boss.add_principal("gone", "root/mine", "user")
+        box = await boss.call("sandbox.create", wire.Create(spec=SPEC))
+        reader, writer = await asyncio.open_unix_connection(str(tenants.socket))
+        ask = {"jsonrpc": "2.0", "id": 1, "method": "sandbox.events", "params": {"since": 0}, "as": "gone"}
+        writer.write(msgspec.json.encode(ask) + b"\n")
+        await boss.remove_principal("gone")
+        async with asyncio.timeout(10):
+            while (reply := msgspec.json.decode(await reader.readline())).get("id") != 1:
+                pass
+        assert reply["error"]["data"]["kind"] == "denied"
+        assert "gone is no principal any more" in reply["error"]["message"]
+        ask |= {"id": 2, "method": "session.whoami", "params": {}}
+        del ask["as"]
+        writer.write(msgspec.json.encode(ask) + b"\n")
+        assert msgspec.json.decode(await reader.readline())["result"]["project"] == "root"
+        writer.close()
+        assert mine.path == "root/mine"
+        await boss.call("sandbox.stop", wire.Stop(id=box.id))
 
 
 async def seen_events(client: DSecClient) -> set[str]:

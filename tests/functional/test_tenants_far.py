@@ -139,7 +139,7 @@ async def test_a_fleet_asks_for_its_clients(pair: list[Daemon], tmp_path: Path) 
             spec = wire.Spec(image=BASE, memory_mb=64, disk_mb=64, cpu=0.1, pids=32, job="nine")
             made = await fay.call("sandbox.create_many", wire.CreateMany(spec=spec, count=8))
             ids = [one.sandbox.id for one in made.results if one.sandbox]
-            assert 1 <= len(ids) <= 4  # two on each host
+            assert 1 <= len(ids) <= 4, made.results  # two on each host
             assert {one.error.kind for one in made.results if one.error} == {"quota"}
             mine = await oto.call("sandbox.create", wire.Create(spec=spec))
             assert {one.id for one in await fay.list()} == set(ids)
@@ -164,6 +164,45 @@ async def test_a_fleet_asks_for_its_clients(pair: list[Daemon], tmp_path: Path) 
             await boss.remove_project(project)
         hosts = {one.host for one in await boss.audit(limit=1000)}
         assert hosts == {"h0", "h1"}
+
+
+@asynchronous
+async def test_a_fleet_cuts_who_has_no_token_any_more(pair: list[Daemon], tmp_path: Path) -> None:
+    """His connection, with what he has asked on it; nobody else's, and also when the name is given again."""
+    async with fleet_of(pair, tmp_path) as url, DSecClient(url) as boss:
+        await boss.create_project("root/f")
+        await boss.add_principal("fay", "root/f", "user")
+        (revoked, ident), (kept, _) = [await boss.create_token("fay") for _ in range(2)]
+        async with _logged_in(url, revoked) as first, _logged_in(url, kept) as second:
+            await boss.revoke_token(ident)
+            async with asyncio.timeout(10):
+                await first.read()  # to its end
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(1):
+                    await second.read()
+            await boss.remove_principal("fay")
+            await boss.add_principal("fay", "root/f", "admin")
+            async with asyncio.timeout(10):
+                await second.read()
+        await boss.remove_principal("fay")
+        await boss.remove_project("root/f")
+
+
+@contextlib.asynccontextmanager
+async def _logged_in(url: str, token: str) -> AsyncIterator[asyncio.StreamReader]:
+    """With a request under way."""
+    reader, writer = await asyncio.open_unix_connection(url.removeprefix("unix://"))
+    try:
+        writer.write(_request(1, "session.login", {"token": token}))
+        assert b"fay" in await reader.readline()
+        writer.write(_request(2, "sandbox.events", {"since": 0}))
+        yield reader
+    finally:
+        writer.close()
+
+
+def _request(ident: int, method: str, params: dict[str, object]) -> bytes:
+    return json.dumps({"jsonrpc": "2.0", "id": ident, "method": method, "params": params}).encode() + b"\n"
 
 
 async def _line(url: str, message: dict[str, object]) -> bytes:

@@ -112,6 +112,21 @@ def test_a_trainer_is_never_given_more_than_its_window() -> None:
     asyncio.run(work())
 
 
+def test_a_rollout_that_ends_unanswered_gives_its_room_back() -> None:
+    async def work() -> None:
+        trainer = Trainer(Scope(5, "a"), 2)
+        for ref in (("r", 1), ("r", 2), ("r", 3), ("s", 1)):
+            trainer.offer(ref)
+        assert [await trainer.take(), await trainer.take()] == [("r", 1), ("r", 2)]
+        third = asyncio.ensure_future(trainer.take())
+        await asyncio.sleep(0)
+        trainer.over("r")
+        async with asyncio.timeout(5):
+            assert await third == ("s", 1)
+
+    asyncio.run(work())
+
+
 # -- bodies -----------------------------------------------------------------------------------------------------------
 def test_equal_values_are_equal_bytes() -> None:
     assert canonical(b'{"b": 1, "a": [1.50, "\\u00e9"]}') == canonical(b'{"a":[1.5,"\xc3\xa9"],"b":1}')  # type: ignore[arg-type]

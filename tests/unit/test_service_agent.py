@@ -191,6 +191,42 @@ def test_commands_go_on_after_a_sleep_unless_their_agent_is_gone(tmp_path: Path,
     scenario(tmp_path, work)
 
 
+def test_a_sleep_ends_what_hangs_on_the_connection_and_no_command(tmp_path: Path) -> None:
+    """Its follower, who may attach again, and input on its way. What waits for its end still waits; a session's shell
+    is killed, as nobody can follow that any more."""
+
+    async def work(vmm: Vmm, agent: ServiceAgent) -> None:
+        vmm.port(opened=True)
+        begin(vmm, agent)
+        await agent.answering(SOON_S)
+        command, shell = command_of(agent), command_of(agent)
+        shell.tied = True
+        for one in (command, shell):
+            one.listen(lambda *_: None)
+        command.frame(Type.CREDIT, memoryview(fields([(Tag.STREAM, 0), (Tag.LIMIT, 4)])))
+        await command.feed(b"1234")
+        following = asyncio.create_task(command.followed({1: 0}))
+        feeding = asyncio.create_task(command.feed(b"5"))
+        await asyncio.sleep(0)
+        await agent.suspend()
+        assert await kind_of(command.feed(b"6")) == "outcome_unknown"
+        vmm.asked.clear()
+        begin(vmm, agent, slept=True)
+        await agent.answering(SOON_S)
+        async with asyncio.timeout(5):
+            with pytest.raises(DsecError, match="ask again") as caught:
+                await following
+            assert (caught.value.kind, caught.value.retryable) == ("sandbox_dead", True)
+            assert await kind_of(feeding) == "outcome_unknown"
+            assert not command.ended.done() and not command.listened
+            assert await kind_of(shell.ended) == "sandbox_dead"
+            assert vmm.asked.count(Type.FETCH) == vmm.asked.count(Type.KILL) == 1
+            command.frame(Type.CREDIT, memoryview(fields([(Tag.STREAM, 0), (Tag.LIMIT, 4)])))
+            await command.feed(b"789")  # the agent counts anew
+
+    scenario(tmp_path, work)
+
+
 def test_an_agent_that_never_lasts_is_not_dialled_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "PAUSE_S", (0.05, 30.0))
 

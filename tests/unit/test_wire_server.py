@@ -16,7 +16,7 @@ from dsecd import flow
 from dsecd.errors import CODES, DsecError
 from dsecd.wire import base, files
 from dsecd.wire import sandbox as wire
-from dsecd.wire import server as server_module
+from dsecd.wire.limits import MAX_UNSENT, Limits
 
 
 def b64(data: bytes) -> str:
@@ -226,16 +226,41 @@ async def test_pipelined_in_any_order() -> None:
 
 
 @asynchronous
-async def test_too_many_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_too_many_in_flight() -> None:
     """More calls at once than allowed: `capacity`, and the others go on."""
-    monkeypatch.setattr(server_module, "MAX_CALLS", 10)
-    async with house() as h, h.talker() as talker:
+    async with house(limits=Limits(calls=10)) as h, h.talker() as talker:
         for n in range(11):
             talker.send("sandbox.wait", {"id": "x"}, ident=n)
         error = await talker.error(10, "capacity")
         assert error["data"]["retryable"] is True
         h.toys.gate.set()
         assert sorted([(await talker.reply())["id"] for _ in range(10)]) == list(range(10))
+
+
+@asynchronous
+async def test_what_one_holds_on_all_connections_is_bounded() -> None:
+    """Requests that are not answered count, and so do lines that are not finished; answered, they do no more."""
+
+    def wait(size: int) -> bytes:
+        line = b'{"jsonrpc": "2.0", "id": 1, "method": "sandbox.wait", "params": {"id": "x"}}'
+        return line + b" " * (size - len(line)) + b"\n"
+
+    async with house(limits=Limits(held=100_000)) as h, h.talker() as one, h.talker() as other, h.talker() as third:
+        one.say(wait(60_000))
+        while not h.toys.running:
+            await asyncio.sleep(0.001)
+        other.say(wait(60_000))
+        error = await other.error(1, "quota", "wait for answers")
+        assert error["data"]["retryable"] is True
+        other.say(wait(30_000))
+        await other.alive()
+        third.say(b"{" * 30_000)
+        await third.error(None, "quota")
+        assert await third.closed()
+        h.toys.gate.set()
+        assert [(await talker.reply())["id"] for talker in (one, other)] == [1, 1]
+        one.say(wait(90_000))
+        assert (await one.reply())["id"] == 1
 
 
 @asynchronous
@@ -340,7 +365,7 @@ async def test_client_that_never_reads() -> None:
             await asyncio.sleep(0.005)
             assert sent < 256 << 20, "the server reads on although nobody takes its replies"
         held = sum(c.transport.get_write_buffer_size() for c in h.server.connections if c.transport is not None)
-        assert held < 2 * server_module.MAX_UNSENT
+        assert held < 2 * MAX_UNSENT
         await other.alive()
         sock.close()
 
@@ -364,9 +389,8 @@ async def test_stream_of_a_client_that_never_reads_waits() -> None:
 
 
 @asynchronous
-async def test_client_with_too_many_unread_replies_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "MAX_UNSENT", 1 << 20)
-    async with house() as h, h.talker() as talker:
+async def test_client_with_too_many_unread_replies_is_cut_off() -> None:
+    async with house(limits=Limits(unsent=1 << 20)) as h, h.talker() as talker:
         big = b64(os.urandom(5 << 20))
         for n in range(20):
             talker.send("exec.run", {"id": "x", "stdin": big}, ident=n)

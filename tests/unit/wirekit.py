@@ -16,6 +16,7 @@ from dsecd.errors import DsecError
 from dsecd.wire import base, daemon, execs, files
 from dsecd.wire import sandbox as wire
 from dsecd.wire.call import Call, Interceptor
+from dsecd.wire.limits import Limits
 from dsecd.wire.peer import Peer
 from dsecd.wire.server import Server
 
@@ -159,10 +160,10 @@ class House:
 
 
 @contextlib.asynccontextmanager
-async def house(interceptor: Interceptor | None = None) -> AsyncIterator[House]:
-    """At the end no call runs and no connection is left."""
+async def house(interceptor: Interceptor | None = None, limits: Limits | None = None) -> AsyncIterator[House]:
+    """At the end no call runs, no connection is left, and nothing of them is held."""
     toys = Toys()
-    server = Server(toys.table(), interceptor)
+    server = Server(toys.table(), interceptor, limits)
     with tempfile.TemporaryDirectory(prefix="wire") as directory:
         path = str(Path(directory) / "sock")
         sock = socket.socket(socket.AF_UNIX)
@@ -174,7 +175,7 @@ async def house(interceptor: Interceptor | None = None) -> AsyncIterator[House]:
         finally:
             await server.close()
             async with asyncio.timeout(5):
-                while server.connections or toys.running:
+                while server.connections or toys.running or server.held:
                     await asyncio.sleep(0.001)
 
 
