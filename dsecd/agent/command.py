@@ -177,7 +177,7 @@ class Command(Channel):
         """It went on in the guest. Who follows it must attach again, who fetches ask again; who waits for its end still
         does, and asks for all of it."""
         if self.tied:
-            self.kill(9, everything=True)
+            self.kill(9)  # it alone: what it has started in the background goes on
             super().renewed()
             return
         error = DsecError("sandbox_dead", "the sandbox was paused meanwhile: ask again", retryable=True)
