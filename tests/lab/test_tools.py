@@ -218,6 +218,7 @@ X, Y, Z = "tests/lab/test_x.py::test_x", "tests/lab/test_x.py::test_y[q-1]", "te
 @pytest.mark.parametrize(
     ("verdict", "again"),
     [("PASSED", [Z]), ("SKIPPED", [Z]), ("FAILED", [Y, Z]), ("PASSED [ 2%]\n" + Y + " ERROR", [Y, Z])],
+    ids=["good", "left-out", "bad", "bad-end"],
 )
 @pytest.mark.parametrize("ended", [None, TESTS_FAILED])
 def test_a_lost_vm_leaves_what_has_not_passed_to_the_next(verdict: str, again: list[str], ended: int | None) -> None:
