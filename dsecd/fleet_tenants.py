@@ -52,7 +52,8 @@ class _Tenants:
                 found: wire.Whoami = await peer.call("session.login", params)
             finally:
                 await peer.aclose()
-            asked.front.principal, asked.front.token = found.principal, _id_of(params.token)
+            digest = hashlib.sha256(params.token.encode()).hexdigest()
+            asked.front.principal, asked.front.token = found.principal, wire.token_id(digest)
             return found
         raise DsecError("network", "no host of this fleet can be reached")
 
@@ -113,11 +114,6 @@ class _Tenants:
         if not good:
             raise answers[0] if answers else DsecError("network", "no host of this fleet can be reached")
         return good
-
-
-def _id_of(token: str) -> str:
-    """What `token.revoke` calls it."""
-    return hashlib.sha256(token.encode()).hexdigest()[:12]
 
 
 def _together(some: list[wire.Project]) -> wire.Project:

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from dsecd.errors import DsecError
 from dsecd.wire.access import RANK, ROOT, Role, ancestry, within
-from dsecd.wire.tenants import Granted, Quotas, TokenInfo
+from dsecd.wire.tenants import Granted, Quotas, TokenInfo, token_id
 
 NAMES: Final = Quotas.__struct_fields__
 FIRST_NUMBER: Final = 1 << 32  # of principals: no uid is one of these
@@ -44,7 +44,7 @@ class Token(Struct):
 
     @property
     def id(self) -> str:
-        return self.sha256[:12]
+        return token_id(self.sha256)
 
     @property
     def info(self) -> TokenInfo:

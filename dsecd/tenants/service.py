@@ -67,7 +67,7 @@ class Tenants:
     def login(self, peer: Peer, token: str) -> Peer:
         """`denied`: nobody's."""
         digest = hashlib.sha256(token.encode()).hexdigest()
-        known = self.tree.tokens.get(digest[:12])
+        known = self.tree.tokens.get(wire.token_id(digest))
         if known is None or known.sha256 != digest:
             raise DsecError("denied", "this token is nobody's on this host: it was revoked, or is of another one")
         return _as(peer, self.tree.principals[known.principal], known.id)

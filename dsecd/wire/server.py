@@ -51,7 +51,6 @@ class Connection(Flow):
         self._batching = False
         self._calls: dict[int | str, Call] = {}
         self.peer = Peer(0, 0, 0)
-        self.uid = -1  # at the other end
         self.closed = asyncio.get_running_loop().create_future()
 
     # -- asyncio.Protocol ---------------------------------------------------------------------------------------------
@@ -64,14 +63,14 @@ class Connection(Flow):
             assert self.transport is not None
             self.transport.abort()
             return
-        self.peer, self.uid = peer, uid
+        self.peer = peer
         self._server.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._server.connections.discard(self)
         if self._unfinished:
-            self._server.held.drop(self.uid, self._unfinished)
+            self._server.held.drop(self.peer.real_uid, self._unfinished)
             self._unfinished = 0
         for call in list(self._calls.values()):
             if call.task is not None:
@@ -105,14 +104,14 @@ class Connection(Flow):
             self.flush()
 
     def _count_unfinished(self) -> None:
-        """What has come of a line that is not whole is held, too."""
+        """What has come of a line that is not whole is held, too: by its sender, whoever that logs in as meanwhile."""
         if self.transport is None:
             return
         if self._unfinished:
-            self._server.held.drop(self.uid, self._unfinished)
+            self._server.held.drop(self.peer.real_uid, self._unfinished)
             self._unfinished = 0
         if size := self._lines.unfinished:
-            self._server.held.take(self.uid, size)
+            self._server.held.take(self.peer.real_uid, size)
             self._unfinished = size
 
     def _cut(self, why: DsecError) -> None:

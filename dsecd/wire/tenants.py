@@ -18,6 +18,11 @@ Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Token = Annotated[str, Meta(min_length=16, max_length=256, pattern=r"^[A-Za-z0-9_-]+\Z")]
 
 
+def token_id(sha256: str) -> str:
+    """What a token is called: it names it, and opens nothing."""
+    return sha256[:12]
+
+
 class Quotas(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, frozen=True):
     """What a project may hold on this host, all below it together. None: what its parent may. MiB, cores."""
 
